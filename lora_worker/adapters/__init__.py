@@ -1,0 +1,1 @@
+"""Adapters: where they come from, what they mean, and where their weights are."""

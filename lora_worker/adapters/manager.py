@@ -1,0 +1,246 @@
+"""All the engine knows and does about adapters: names, host memory, slots, and reads that run beside generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+from lora_worker.adapters.device_pool import DevicePool
+from lora_worker.adapters.host_cache import HostCache
+from lora_worker.adapters.plan import AdapterPlanner, HostAdapter, LoadedAdapter
+from lora_worker.adapters.reference import AdapterReference
+from lora_worker.adapters.registry import AdapterRegistry
+from lora_worker.errors import AdapterConflictError, AdapterError, InvalidAdapterError, LoraWorkerError
+from lora_worker.messages import AdapterOnWorker
+
+READER_THREADS = 2
+
+
+class Readiness(Enum):
+    """Whether a row of an adapter can start now."""
+
+    READY = auto()
+    READING = auto()  # the weights are on their way into host memory
+    NO_SLOT = auto()  # every slot is held or pinned
+
+
+class AdapterManager:
+    """Owned by the engine thread, but for `planner`, which any thread may use.
+
+    Args:
+        post: runs a function on the engine thread.
+        on_read_failed: told, on the engine thread, which names can't be served because their files can't be read.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        cache: HostCache,
+        pool: DevicePool,
+        planner: AdapterPlanner,
+        *,
+        post: Callable[[Callable[[], None]], None],
+        on_read_failed: Callable[[set[str], AdapterError], None],
+    ) -> None:
+        self.registry = registry
+        self.cache = cache
+        self.pool = pool
+        self.planner = planner
+        self._post = post
+        self._on_read_failed = on_read_failed
+        self._reading: set[str] = set()
+        self._readers = ThreadPoolExecutor(READER_THREADS, "adapter-reader")
+
+    # Registered names ----------------------------------------------------------------------------
+
+    def register(self, loaded: LoadedAdapter, *, pinned: bool, replace: bool) -> AdapterReference:
+        """Make a checked adapter known under its name; rows admitted from now on use this content."""
+        report = loaded.report
+        adapter = loaded.adapter
+        known = report.lora_name in self.registry and self.registry.get(report.lora_name)
+        pinned = pinned or bool(known and known.pinned)
+        if pinned:
+            self._check_pin(report.lora_name, adapter.digest)
+        reference = AdapterReference(
+            report.lora_name, report.source, adapter.digest, adapter.rank, adapter.nbytes, pinned, report
+        )
+        before = self.registry.register(reference, replace_content=replace)
+        self._update_pins()
+        self.cache.put(adapter, self._is_pinned)
+        if before is not None and before.digest != adapter.digest:
+            self._forget_if_unused(before.digest)
+        return reference
+
+    def unregister(self, name: str, *, force: bool) -> AdapterReference | None:
+        """Hide the name at once; its memory comes back when the last row that holds it has ended."""
+        if name not in self.registry:
+            return None
+        reference = self.registry.get(name)
+        if reference.pinned and not force:
+            raise AdapterConflictError(f"the adapter {name!r} is pinned; unpin it first, or unload with force=True")
+        self.registry.remove(name)
+        self._update_pins()
+        self._forget_if_unused(reference.digest)
+        return reference
+
+    def pin(self, name: str) -> None:
+        """Keep the adapter resident from now on; refused where no slot would stay unpinned."""
+        reference = self.registry.get(name)
+        self._check_pin(name, reference.digest)
+        self.registry.set_pinned(name, True)
+        self._update_pins()
+
+    def unpin(self, name: str) -> bool:
+        """Returns whether the adapter was pinned."""
+        was_pinned = name in self.registry and self.registry.get(name).pinned
+        if was_pinned:
+            self.registry.set_pinned(name, False)
+            self._update_pins()
+        return was_pinned
+
+    # Rows ----------------------------------------------------------------------------------------
+
+    def prepare(self, reference: AdapterReference) -> Readiness:
+        """Bring the adapter into a slot if that can be done now."""
+        if reference.digest in self.pool:
+            self.pool.counters.hits += 1
+            return Readiness.READY
+        adapter = self.cache.get(reference.digest)
+        if adapter is None:
+            self._read_ahead(reference)
+            return Readiness.READING
+        if not self.pool.has_room():
+            return Readiness.NO_SLOT
+        self.pool.load(adapter)
+        return Readiness.READY
+
+    def prepare_pinned(self) -> bool:
+        """Bring pinned adapters into their slots, before any row asks; returns whether all are there."""
+        waiting = [r for r in self.registry if r.pinned and r.digest not in self.pool]
+        return all([self.prepare(reference) is Readiness.READY for reference in waiting])
+
+    def hold(self, digest: str) -> int:
+        """A row starts; returns the adapter's slot."""
+        self.pool.hold(digest)
+        return self.pool.slot(digest)
+
+    def release(self, digest: str) -> None:
+        """A row has ended, however it ended."""
+        self.pool.release(digest)
+        self._forget_if_unused(digest)
+
+    # Reports -------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Per registered name: what it is, and what this worker does with it."""
+        return {
+            reference.name: {
+                "source": reference.source,
+                "digest": reference.digest,
+                "rank": reference.rank,
+                "bytes": reference.nbytes,
+                "pinned": reference.pinned,
+                "here": AdapterOnWorker(
+                    cached=reference.digest in self.cache,
+                    resident=reference.digest in self.pool,
+                    slot=self.pool.slot(reference.digest) if reference.digest in self.pool else None,
+                    held=self.pool.held(reference.digest),
+                    last_used=self.pool.last_used(reference.digest),
+                ).model_dump(),
+            }
+            for reference in self.registry
+        }
+
+    def pool_info(self, policy: str) -> dict[str, Any]:
+        """The pool as `inspect stats` shows it."""
+        names = {reference.digest: reference.name for reference in self.registry}
+        counters = self.pool.counters
+        return {
+            "policy": policy,
+            "slots": {
+                str(slot): names.get(digest, f"(unloading {digest[:12]})")
+                for slot, digest in self.pool.residents().items()
+            },
+            "max_loras_per_batch": self.pool.slots,
+            "pinned": sorted(reference.name for reference in self.registry if reference.pinned),
+            "hits": counters.hits,
+            "loads": counters.loads,
+            "evictions": counters.evictions,
+            "pool_bytes": self.pool.nbytes,
+            "cached_adapters": len(self.cache),
+            "cached_bytes": self.cache.nbytes,
+        }
+
+    def check_integrity(self, held: Mapping[str, int]) -> None:
+        self.pool.check_integrity(held)
+        self.cache.check_integrity()
+        known = {reference.digest for reference in self.registry} | set(held)
+        assert set(self.pool.residents().values()) <= known, "a slot is taken by an adapter that nobody knows"
+
+    def close(self) -> None:
+        self._readers.shutdown(wait=True, cancel_futures=True)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _check_pin(self, name: str, digest: str) -> None:
+        pinned = self.registry.pinned_digests() | {digest}
+        if len(pinned) >= self.pool.slots:
+            raise AdapterConflictError(
+                f"pinning {name!r} would pin {len(pinned)} of {self.pool.slots} slots, and one must stay unpinned; "
+                f"unpin another adapter or raise max_loras_per_batch"
+            )
+
+    def _update_pins(self) -> None:
+        self.pool.pinned = self.registry.pinned_digests()
+
+    def _is_pinned(self, digest: str) -> bool:
+        return digest in self.pool.pinned
+
+    def _forget_if_unused(self, digest: str) -> None:
+        if self.registry.has_digest(digest):
+            return
+        self.cache.drop(digest)
+        if digest in self.pool and not self.pool.held(digest):
+            self.pool.remove(digest)
+
+    def _read_ahead(self, reference: AdapterReference) -> None:
+        if reference.digest in self._reading:
+            return
+        self._reading.add(reference.digest)
+
+        def read() -> None:
+            try:
+                adapter = _read_again(self.planner, reference)
+            except LoraWorkerError as error:
+                failure = error if isinstance(error, AdapterError) else AdapterError(str(error))
+                self._post(lambda: self._read_failed(reference.digest, failure))
+            else:
+                self._post(lambda: self._read_done(adapter))
+
+        self._readers.submit(read)
+
+    def _read_done(self, adapter: HostAdapter) -> None:
+        self._reading.discard(adapter.digest)
+        if self.registry.has_digest(adapter.digest):
+            self.cache.put(adapter, self._is_pinned)
+
+    def _read_failed(self, digest: str, error: AdapterError) -> None:
+        self._reading.discard(digest)
+        self._on_read_failed(_names(self.registry, digest), error)
+
+
+def _read_again(planner: AdapterPlanner, reference: AdapterReference) -> HostAdapter:
+    adapter = planner.load(reference.name, Path(reference.source)).adapter
+    if adapter.digest != reference.digest:
+        raise InvalidAdapterError(
+            f"the files of the adapter {reference.name!r} in {reference.source} have changed since it was loaded "
+            f"(digest {reference.digest[:12]}, now {adapter.digest[:12]}); load it again with replace=True"
+        )
+    return adapter
+
+
+def _names(references: Iterable[AdapterReference], digest: str) -> set[str]:
+    return {reference.name for reference in references if reference.digest == digest}

@@ -1,0 +1,242 @@
+"""What an adapter's files mean on this base model, by PEFT's own rules.
+
+PEFT injects the adapter's layers into a copy of the base model that has shapes and no weights (the meta device); the
+rank and the scaling of every module are read off it. The placement depends on the configuration alone and is kept, so
+a thousand adapters of one shape cost one injection and a thousand reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import inject_adapter_in_model
+from peft.tuners.lora import Linear as PeftLoraLinear
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from lora_worker.adapters.config_fields import SERVED, fields_without_effect, read_config, to_lora_config
+from lora_worker.adapters.reference import LoadReport
+from lora_worker.errors import InvalidAdapterError
+
+KEY_PREFIX = "base_model.model."
+PLACEMENTS_KEPT = 64
+
+
+class Placement(NamedTuple):
+    """Where PEFT puts one LoRA pair, and how."""
+
+    rank: int
+    scaling: float
+    in_features: int
+    out_features: int
+
+
+class LoraPair(NamedTuple):
+    """One module's weights: `a` [R, H], and `b` [R, O], transposed and with the scaling already in it."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """An adapter's weights in host memory, in the dtype they are served in, keyed by module path."""
+
+    digest: str
+    pairs: dict[str, LoraPair]
+    rank: int
+    nbytes: int
+
+
+class LoadedAdapter(NamedTuple):
+    adapter: HostAdapter
+    report: LoadReport
+
+
+class AdapterPlanner:
+    """Reads adapter folders for one base model. Safe to call from several threads.
+
+    Args:
+        config: the base model's configuration.
+        targetable: the module paths that the engine can give a LoRA delta.
+        max_rank: the pool's greatest rank.
+        dtype: what the weights are served in.
+    """
+
+    def __init__(self, config: PretrainedConfig, *, targetable: set[str], max_rank: int, dtype: torch.dtype) -> None:
+        self._config = config
+        self._targetable = targetable
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._placements: OrderedDict[str, dict[str, Placement]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def load(self, name: str, folder: Path) -> LoadedAdapter:
+        """Read, check and cast; raises InvalidAdapterError for whatever can't be served exactly."""
+        started = time.monotonic()
+        config = read_config(name, folder)
+        placements = self._placements_of(name, config)
+        tensors = _read_tensors(name, folder)
+        digest = hashlib.sha256()
+        pairs = {}
+        for path, (a, b) in _match(name, placements, tensors).items():
+            placement = placements[path]
+            digest.update(f"{path} {placement.scaling!r} {a.dtype} {tuple(a.shape)} {tuple(b.shape)}".encode())
+            digest.update(a.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(b.contiguous().view(torch.uint8).numpy().tobytes())
+            pairs[path] = self._cast(name, path, a, b, placement.scaling)
+        nbytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
+        ranks = sorted({placements[path].rank for path in pairs})
+        adapter = HostAdapter(digest.hexdigest(), pairs, ranks[-1], nbytes)
+        report = LoadReport(
+            lora_name=name,
+            source=str(folder),
+            digest=adapter.digest,
+            ranks=ranks,
+            scalings=sorted({placements[path].scaling for path in pairs}),
+            modules=len(pairs),
+            bytes=nbytes,
+            ignored_fields=fields_without_effect(config),
+            warnings=self._warnings(config, tensors),
+            seconds=round(time.monotonic() - started, 4),
+        )
+        return LoadedAdapter(adapter, report)
+
+    def _placements_of(self, name: str, config: dict[str, Any]) -> dict[str, Placement]:
+        key = json.dumps({field: config.get(field) for field in sorted(SERVED)}, sort_keys=True)
+        with self._lock:
+            if key in self._placements:
+                self._placements.move_to_end(key)
+                return self._placements[key]
+            placements = self._inject(name, config)
+            self._placements[key] = placements
+            if len(self._placements) > PLACEMENTS_KEPT:
+                self._placements.popitem(last=False)
+            return placements
+
+    def _inject(self, name: str, config: dict[str, Any]) -> dict[str, Placement]:
+        try:
+            with torch.device("meta"), warnings.catch_warnings():
+                # PEFT warns of what the report says anyway (fan_in_fan_out corrected for Conv1D).
+                warnings.simplefilter("ignore")
+                skeleton = AutoModelForCausalLM.from_config(self._config)
+                inject_adapter_in_model(to_lora_config(config), skeleton, low_cpu_mem_usage=True)
+        except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+            raise InvalidAdapterError(f"PEFT cannot place the adapter {name!r} on this base model: {error}") from None
+        placements = {}
+        for path, module in skeleton.named_modules():
+            if not hasattr(module, "lora_A") or not hasattr(module, "scaling"):
+                continue
+            if type(module) is not PeftLoraLinear or path not in self._targetable:
+                raise InvalidAdapterError(
+                    f"the adapter {name!r} targets {path}, which this worker gives no LoRA; "
+                    f"it serves {self._targets_served()}"
+                )
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            placements[path] = Placement(module.r["default"], module.scaling["default"], a.shape[1], b.shape[0])
+        if not placements:
+            raise InvalidAdapterError(f"target_modules of the adapter {name!r} match no module of this base model")
+        self._check_ranks(name, placements)
+        return placements
+
+    def _targets_served(self) -> str:
+        return ", ".join(sorted({path.rpartition(".")[2] for path in self._targetable})) or "no module"
+
+    def _check_ranks(self, name: str, placements: dict[str, Placement]) -> None:
+        rank = max(placement.rank for placement in placements.values())
+        if rank > self._max_rank:
+            raise InvalidAdapterError(
+                f"the adapter {name!r} has rank {rank}, above max_lora_rank {self._max_rank}; "
+                f"raise the setting max_lora_rank to at least {rank}"
+            )
+
+    def _cast(self, name: str, path: str, a: torch.Tensor, b: torch.Tensor, scaling: float) -> LoraPair:
+        # The scaling goes into B once, in double precision, instead of into every step's products.
+        pair = LoraPair(
+            a.to(self._dtype).contiguous(),
+            (b.to(torch.float64) * scaling).to(self._dtype).t().contiguous(),
+        )
+        for letter, tensor in zip("AB", pair, strict=True):
+            if not torch.isfinite(tensor).all():
+                raise InvalidAdapterError(
+                    f"the adapter {name!r} has NaN or Inf in lora_{letter} of {path} (in {self._dtype}); "
+                    f"export it again from a checkpoint with finite weights"
+                )
+        return pair
+
+    def _warnings(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[str]:
+        found = []
+        base = config.get("base_model_name_or_path")
+        served = str(getattr(self._config, "_name_or_path", "") or "")
+        if base and Path(base).name.lower() != Path(served).name.lower():
+            found.append(f"trained on {base!r}, served on {served!r}; the shapes fit")
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+        wanted = str(self._dtype).removeprefix("torch.")
+        if dtypes != [wanted]:
+            found.append(f"weights are cast from {', '.join(dtypes)} to {wanted}")
+        return found
+
+
+def _read_tensors(name: str, folder: Path) -> dict[str, torch.Tensor]:
+    safe, pickled = folder / "adapter_model.safetensors", folder / "adapter_model.bin"
+    try:
+        if safe.is_file():
+            return load_file(safe)
+        if pickled.is_file():
+            loaded: dict[str, torch.Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
+            return loaded
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
+        raise InvalidAdapterError(f"the weights of the adapter {name!r} in {folder} cannot be read: {error}") from None
+    except Exception as error:  # pickle raises errors of many classes; none of them executes anything
+        raise InvalidAdapterError(f"{pickled} of the adapter {name!r} holds more than tensors: {error}") from None
+    raise InvalidAdapterError(f"{folder} of the adapter {name!r} has no adapter_model.safetensors")
+
+
+def _match(
+    name: str, placements: dict[str, Placement], tensors: dict[str, torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Every placed module with its two tensors, in a fixed order; nothing missing, nothing left over."""
+    left = dict(tensors)
+    matched = {}
+    for path in sorted(placements):
+        placement = placements[path]
+        shapes = {
+            "lora_A": (placement.rank, placement.in_features),
+            "lora_B": (placement.out_features, placement.rank),
+        }
+        pair = []
+        for letter, shape in shapes.items():
+            key = f"{KEY_PREFIX}{path}.{letter}.weight"
+            tensor = left.pop(key, None)
+            if tensor is None:
+                raise InvalidAdapterError(f"the adapter {name!r} lacks the tensor {key}, which its target_modules need")
+            if tuple(tensor.shape) != shape:
+                raise InvalidAdapterError(
+                    f"the tensor {key} of the adapter {name!r} has the shape {list(tensor.shape)}; "
+                    f"this base model and the adapter's rank need {list(shape)}"
+                )
+            if not tensor.is_floating_point() or tensor.element_size() < 2:
+                raise InvalidAdapterError(
+                    f"the tensor {key} of the adapter {name!r} is {tensor.dtype}; float16, bfloat16, float32 or "
+                    f"float64 is served"
+                )
+            pair.append(tensor)
+        matched[path] = (pair[0], pair[1])
+    if left:
+        first = ", ".join(sorted(left)[:3])
+        raise InvalidAdapterError(
+            f"the adapter {name!r} has {len(left)} tensors that its configuration gives no place on this base model "
+            f"(first: {first}); nothing of an adapter is dropped in silence"
+        )
+    return matched
+

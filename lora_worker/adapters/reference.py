@@ -1,0 +1,45 @@
+"""What the worker knows of an adapter without holding its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_worker.errors import InvalidAdapterError
+from lora_worker.settings import ADAPTER_NAME, ADAPTER_NAME_RULE
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load found; returned by the load task and kept with the adapter."""
+
+    lora_name: str
+    source: str
+    digest: str
+    ranks: list[int]
+    scalings: list[float]
+    modules: int
+    bytes: int
+    ignored_fields: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class AdapterReference:
+    """A registered adapter: its name, and the identity (content digest) and origin of what the name stands for."""
+
+    name: str
+    source: str
+    digest: str
+    rank: int
+    nbytes: int
+    pinned: bool
+    report: LoadReport
+
+
+def check_name(name: Any) -> str:
+    """Return the name if it is one an adapter may have; InvalidAdapterError otherwise."""
+    if not isinstance(name, str) or not ADAPTER_NAME.fullmatch(name):
+        raise InvalidAdapterError(f"{str(name)[:80]!r} is no adapter name; a name is {ADAPTER_NAME_RULE}")
+    return name

@@ -1,0 +1,71 @@
+"""Which names are registered, and for which content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lora_worker.adapters.reference import AdapterReference
+from lora_worker.errors import AdapterConflictError, UnknownAdapterError
+
+# So many names an error lists before it only counts the rest.
+NAMES_SHOWN = 20
+
+
+class AdapterRegistry:
+    """Name to reference. A name changes hands in one assignment, so a row sees the old content or the new."""
+
+    def __init__(self, base_name: str) -> None:
+        self._base_name = base_name
+        self._references: dict[str, AdapterReference] = {}
+
+    def __iter__(self) -> Iterator[AdapterReference]:
+        return iter(list(self._references.values()))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._references
+
+    def get(self, name: str) -> AdapterReference:
+        """The reference of a registered name; UnknownAdapterError with the known names otherwise."""
+        try:
+            return self._references[name]
+        except KeyError:
+            raise UnknownAdapterError(self._unknown(name)) from None
+
+    def register(self, reference: AdapterReference, *, replace_content: bool) -> AdapterReference | None:
+        """Register; returns what the name stood for before.
+
+        The same content again succeeds. Other content under a registered name needs `replace_content`.
+        """
+        if reference.name == self._base_name:
+            raise AdapterConflictError(f"{reference.name!r} is the base model's name; load the adapter under another")
+        known = self._references.get(reference.name)
+        if known and known.digest != reference.digest and not replace_content:
+            raise AdapterConflictError(
+                f"the adapter {reference.name!r} is already loaded from {known.source} with other content "
+                f"(digest {known.digest[:12]}, now {reference.digest[:12]}); unload it first, or load with replace=True"
+            )
+        self._references[reference.name] = reference
+        return known
+
+    def remove(self, name: str) -> AdapterReference | None:
+        return self._references.pop(name, None)
+
+    def set_pinned(self, name: str, pinned: bool) -> None:  # noqa: FBT001 - a plain setter
+        self._references[name] = replace(self._references[name], pinned=pinned)
+
+    def loaded(self) -> dict[str, str]:
+        """`{name: path}` of all registered adapters."""
+        return {reference.name: reference.source for reference in self}
+
+    def has_digest(self, digest: str) -> bool:
+        return any(reference.digest == digest for reference in self)
+
+    def pinned_digests(self) -> set[str]:
+        return {reference.digest for reference in self if reference.pinned}
+
+    def _unknown(self, name: str) -> str:
+        names = sorted(self._references)
+        shown = ", ".join(names[:NAMES_SHOWN]) or "none"
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        return f"unknown adapter {name!r}: loaded adapters are {shown}{more}; the base model is {self._base_name!r}"

@@ -1,0 +1,104 @@
+"""Put an engine together: model, layers, pool, cache and scheduler, sized by the settings and by the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from lora_worker.adapters.device_pool import DevicePool
+from lora_worker.adapters.eviction import LruPolicy, make_policy
+from lora_worker.adapters.host_cache import HostCache
+from lora_worker.adapters.manager import AdapterManager
+from lora_worker.adapters.plan import AdapterPlanner
+from lora_worker.adapters.registry import AdapterRegistry
+from lora_worker.engine.blocks import BlockManager
+from lora_worker.engine.core import EngineCore
+from lora_worker.engine.model_runner import ModelRunner
+from lora_worker.engine.sampler import Sampler
+from lora_worker.engine.scheduler import Scheduler
+from lora_worker.engine.stopping import StopWatch
+from lora_worker.errors import SettingsError
+from lora_worker.lora.inject import inject_lora
+from lora_worker.models.loading import LoadedModel, load_model
+from lora_worker.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+CPU_CACHE_BYTES = 2 * 1024**3
+CUDA_CACHE_SHARE = 0.9
+
+
+class Built(NamedTuple):
+    core: EngineCore
+    loaded: LoadedModel
+    max_model_len: int
+
+
+def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Built:
+    """Raises UnsupportedModelError or SettingsError with one sentence; `post` runs a function on the engine's thread."""
+    loaded = load_model(settings)
+    model, attention = loaded.model, loaded.attention
+    # PEFT places adapters on the model as transformers made it, so its configuration is what the planner needs.
+    layers, lora_step = inject_lora(model, settings.lora_target_modules)
+    pool = DevicePool(
+        layers,
+        make_policy(settings.lora_eviction_policy),
+        slots=settings.max_loras_per_batch,
+        max_rank=settings.max_lora_rank,
+    )
+    total_tokens, max_model_len = _cache_size(settings, loaded)
+    blocks = BlockManager(-(-total_tokens // attention.block_size), attention.block_size)
+    attention.set_blocks(blocks.count)
+    adapters = AdapterManager(
+        AdapterRegistry(settings.base_name),
+        HostCache(
+            LruPolicy(), max_adapters=settings.max_loaded_loras, max_bytes=int(settings.max_loaded_lora_bytes)
+        ),
+        pool,
+        AdapterPlanner(model.config, targetable=set(layers), max_rank=settings.max_lora_rank, dtype=model.dtype),
+        post=post,
+        on_read_failed=lambda names, error: core.fail_waiting(names, error),
+    )
+    scheduler = Scheduler(
+        blocks,
+        start=lambda sequence: core.start(sequence),
+        stop=lambda sequence: core.stop(sequence),
+        max_running=settings.running_limit(model.device.type),
+        max_prefill_tokens=settings.prefill_limit(model.device.type),
+        max_wait_seconds=settings.max_wait_seconds,
+    )
+    core = EngineCore(
+        scheduler,
+        ModelRunner(loaded, lora_step),
+        adapters,
+        Sampler(),
+        StopWatch(loaded.tokenizer, loaded.eos_ids),
+    )
+    return Built(core, loaded, max_model_len)
+
+
+def _cache_size(settings: Settings, loaded: LoadedModel) -> tuple[int, int]:
+    """Tokens the KV cache holds, and tokens one row may have; one full row always fits."""
+    device = loaded.model.device
+    if device.type == "cuda":
+        room = int(torch.cuda.mem_get_info(device)[0] * CUDA_CACHE_SHARE)
+    else:
+        room = CPU_CACHE_BYTES
+    wanted = settings.running_limit(device.type) * loaded.max_model_len
+    total = settings.max_total_tokens or min(wanted, room // loaded.attention.bytes_per_token)
+    if total >= loaded.max_model_len:
+        return total, loaded.max_model_len
+    if settings.max_model_len is not None:
+        raise SettingsError(
+            f"the KV cache holds {total} tokens, too few for one row of max_model_len {settings.max_model_len}; "
+            f"raise max_total_tokens or lower max_model_len"
+        )
+    logger.warning(
+        "The KV cache holds %d tokens, so a row may have as many and not the model's %d; max_total_tokens raises it.",
+        total,
+        loaded.max_model_len,
+    )
+    return total, total

@@ -1,0 +1,176 @@
+"""The engine's heart: one `step` shows it all. Owned by one thread."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from lora_worker.adapters.manager import AdapterManager, Readiness
+from lora_worker.engine.model_runner import ModelRunner
+from lora_worker.engine.sampler import Sampler
+from lora_worker.engine.scheduler import Chunk, Scheduler
+from lora_worker.engine.sequence import Finished, Sequence
+from lora_worker.engine.stopping import StopWatch
+from lora_worker.errors import (
+    AdapterError,
+    GenerationError,
+    LoraWorkerError,
+    RequestWithdrawnError,
+    TimeLimitError,
+)
+from lora_worker.messages import FinishReason
+
+
+class EngineCore:
+    """Scheduler, model runner, sampler and adapters, joined by `step`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        adapters: AdapterManager,
+        sampler: Sampler,
+        stop_watch: StopWatch,
+    ) -> None:
+        self.scheduler = scheduler
+        self.adapters = adapters
+        self.steps = 0
+        self.generated_tokens = 0
+        self._runner = runner
+        self._sampler = sampler
+        self._stop_watch = stop_watch
+        self._rows: dict[str, Sequence] = {}
+        self._drains: list[tuple[set[str], Future[None]]] = []
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self._rows)
+
+    @property
+    def rows(self) -> list[Sequence]:
+        return list(self._rows.values())
+
+    def add(self, sequence: Sequence) -> None:
+        assert sequence.request_id not in self._rows, f"request {sequence.request_id} was added twice"
+        self._rows[sequence.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Take a row out, running or waiting; nothing happens where it has ended already."""
+        if request_id in self._rows:
+            self.fail(self._rows[request_id], RequestWithdrawnError(f"the request {request_id} was cancelled"))
+
+    def fail(self, sequence: Sequence, error: LoraWorkerError) -> None:
+        self._finish(Finished(sequence, error=error))
+
+    def fail_waiting(self, names: set[str], error: AdapterError) -> None:
+        """Fail the rows of these adapters that have not started."""
+        for sequence in self.rows:
+            if sequence.adapter_name in names and sequence.started_at is None:
+                self.fail(sequence, error)
+
+    def drained(self, name: str) -> Future[None]:
+        """A future that ends with the last row that uses the adapter now; later rows of the name are not waited for."""
+        rows = {s.request_id for s in self.rows if s.adapter is not None and s.adapter.name == name}
+        future: Future[None] = Future()
+        if rows:
+            self._drains.append((rows, future))
+        else:
+            future.set_result(None)
+        return future
+
+    def step(self) -> bool:
+        """Admit, run, sample, update; returns whether any token was computed."""
+        self._end_late_rows()
+        self.adapters.prepare_pinned()
+        self.scheduler.admit()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return False
+        chunks.sort(key=lambda chunk: chunk.sequence.slot)
+        logits = self._runner.run(chunks, self._rank(chunks))
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampled = self._sampler.sample(
+            logits, [sequence.request_id for sequence in sampling], [sequence.params for sequence in sampling]
+        )
+        for chunk in chunks:
+            chunk.sequence.computed += chunk.count
+        for sequence, token, is_broken in zip(sampling, *sampled, strict=True):
+            self._update(sequence, token, is_broken=is_broken)
+        self.steps += 1
+        return True
+
+    def start(self, sequence: Sequence) -> bool | None:
+        """The scheduler's question whether a row may run; see `Scheduler`."""
+        if sequence.started_at is not None:
+            return True  # preempted before: it has been asked, and holds its adapter still
+        try:
+            reference = self.adapters.registry.get(sequence.adapter_name) if sequence.adapter_name else None
+            readiness = self.adapters.prepare(reference) if reference else Readiness.READY
+        except AdapterError as error:
+            self.fail(sequence, error)
+            return False
+        if readiness is not Readiness.READY:
+            return None if readiness is Readiness.NO_SLOT else False
+        if sequence.may_start is not None and not sequence.may_start():
+            self.fail(sequence, RequestWithdrawnError(f"the request {sequence.request_id} was withdrawn in time"))
+            return False
+        if reference is not None:
+            sequence.adapter = reference
+            sequence.slot = self.adapters.hold(reference.digest)
+        sequence.started_at = time.monotonic()
+        if sequence.on_started is not None:
+            sequence.on_started()
+        return True
+
+    def stop(self, sequence: Sequence) -> None:
+        """The scheduler lets go of a row that had an adapter."""
+        assert sequence.adapter is not None
+        self.adapters.release(sequence.adapter.digest)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, with the numbers, where a count has drifted."""
+        self.scheduler.check_integrity()
+        self.adapters.check_integrity(self.scheduler.held())
+        scheduled = {s.request_id for s in self.scheduler.running + self.scheduler.waiting}
+        assert scheduled == set(self._rows), f"rows lost: {scheduled ^ set(self._rows)}"
+
+    def _rank(self, chunks: list[Chunk]) -> int:
+        return max((c.sequence.adapter.rank for c in chunks if c.sequence.adapter is not None), default=0)
+
+    def _update(self, sequence: Sequence, token: int, *, is_broken: bool) -> None:
+        if is_broken:
+            self._runner.scrub(sequence.blocks)
+            name = sequence.adapter_name or "the base model"
+            self.fail(sequence, GenerationError(f"{name} gave logits that are not finite after the prompt's tokens"))
+            return
+        sequence.tokens.append(token)
+        self.generated_tokens += 1
+        end = self._stop_watch.check(sequence)
+        if end is not None:
+            reason: FinishReason = end.reason
+            self._finish(Finished(sequence, reason, end.stopped_text))
+
+    def _end_late_rows(self) -> None:
+        now = time.monotonic()
+        for sequence in self.rows:
+            if sequence.is_over_time(now):
+                limit = sequence.time_limit_seconds
+                self.fail(sequence, TimeLimitError(f"the request ran longer than its time limit of {limit} s"))
+
+    def _finish(self, finished: Finished) -> None:
+        sequence = finished.sequence
+        sequence.is_finished = True
+        self.scheduler.remove(sequence)
+        del self._rows[sequence.request_id]
+        self._sampler.forget(sequence.request_id)
+        self._stop_watch.forget(sequence.request_id)
+        self._end_drains(sequence.request_id)
+        sequence.on_finished(finished)
+
+    def _end_drains(self, request_id: str) -> None:
+        for rows, future in self._drains:
+            rows.discard(request_id)
+            if not rows and not future.done():
+                future.set_result(None)
+        self._drains = [(rows, future) for rows, future in self._drains if rows]

@@ -1,0 +1,350 @@
+"""The engine without Celery: one thread runs it, any thread may ask it.
+
+Who wants something done on the engine's thread posts a function to its inbox. Checking and tokenizing happen on a
+second thread, reading adapters on others, so a step is never held up by them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, Self, TypeVar
+
+from lora_worker.adapters.reference import check_name
+from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
+from lora_worker.engine.building import build
+from lora_worker.engine.requests import RequestReader, ResponseWriter, RowOptions
+from lora_worker.engine.sequence import Finished
+from lora_worker.errors import (
+    AdapterTimeoutError,
+    EngineStoppedError,
+    GenerationError,
+    LoraWorkerError,
+    UnknownAdapterError,
+)
+from lora_worker.settings import LoraPath, Settings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Called on any thread: the response of a finished row, or its error raised.
+Outcome = Callable[[], dict[str, Any]]
+
+# While rows wait for a read or for time to pass, the engine looks again this often.
+IDLE_LOOK_SECONDS = 0.05
+INFO_TIMEOUT_SECONDS = 1.0
+
+
+class Engine:
+    """Serves one base model and its adapters.
+
+    Raises SettingsError, UnsupportedModelError or InvalidAdapterError, each with one sentence, where it can't start.
+    An adapter of `lora_paths` that can't be loaded stops the start if it is pinned, and is logged and left out if not.
+    """
+
+    def __init__(self, settings: Settings, *, worker_name: str | None = None) -> None:
+        self.settings = settings
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        built = build(settings, self._inbox.put)
+        self._core = built.core
+        self._loaded = built.loaded
+        self._reader = RequestReader(
+            built.loaded.tokenizer,
+            base_name=settings.base_name,
+            vocabulary=built.loaded.model.config.get_text_config().vocab_size,
+            max_model_len=built.max_model_len,
+            check_adapter=self._core.adapters.registry.get,
+        )
+        self.worker_name = worker_name or socket.gethostname()
+        self._writer = ResponseWriter(
+            built.loaded.tokenizer, base_name=settings.base_name, worker_name=self.worker_name
+        )
+        self._tokenizing = ThreadPoolExecutor(1, "engine-tokenizer")
+        self._is_closing = False
+        self._last_info: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        try:
+            self._load_configured()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Generation ----------------------------------------------------------------------------------
+
+    def generate(
+        self, requests: Sequence[Mapping[str, Any]], *, return_exceptions: bool = False
+    ) -> list[dict[str, Any] | BaseException]:
+        """Run request bodies, as of the generate task, and return their responses in the same order.
+
+        The first row that failed raises its error once all rows have ended; with `return_exceptions` every row's error
+        stands in its place.
+        """
+        futures: list[Future[Outcome]] = []
+        for body in requests:
+            future: Future[Outcome] = Future()
+            self.submit(body, future.set_result)
+            futures.append(future)
+        results: list[dict[str, Any] | BaseException] = []
+        for future in futures:
+            try:
+                results.append(future.result()())
+            except LoraWorkerError as error:
+                results.append(error)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors and not return_exceptions:
+            raise errors[0]
+        return results
+
+    def submit(
+        self,
+        body: Mapping[str, Any],
+        done: Callable[[Outcome], None],
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        time_limit_seconds: float | None = None,
+        may_start: Callable[[], bool] | None = None,
+        on_started: Callable[[], None] | None = None,
+    ) -> str:
+        """Run one request; returns its id at once and calls `done` once, on a thread of the engine, when it has ended.
+
+        `done` must not block and must not call the outcome, which decodes; another thread does. `may_start` is asked on
+        the engine's thread when the row is about to start; the time limit counts from then. Lower priorities go first.
+        """
+        identity = request_id or uuid.uuid4().hex
+
+        def finished(end: Finished) -> None:
+            done(lambda: self._respond(end, is_chat="messages" in body))
+
+        options = RowOptions(identity, finished, priority, time_limit_seconds, may_start, on_started)
+        try:
+            self._tokenizing.submit(self._read, body, options, done)
+        except RuntimeError:  # the executor has been shut down
+            done(_raiser(EngineStoppedError("the engine has stopped and takes no requests")))
+        return identity
+
+    def cancel(self, request_id: str) -> None:
+        """Take a row out wherever it is; its outcome raises RequestWithdrawnError. Nothing happens if it has ended."""
+        # By way of the tokenizer, so that a row that is just being read is found.
+        try:
+            self._tokenizing.submit(self._inbox.put, lambda: self._core.cancel(request_id))
+        except RuntimeError:
+            return
+
+    # Adapters ------------------------------------------------------------------------------------
+
+    def load_lora_adapter(
+        self,
+        lora_name: str,
+        lora_path: str | None,
+        *,
+        pinned: bool = False,
+        replace: bool = False,
+        within_roots: bool = False,
+    ) -> dict[str, Any]:
+        """Read, check and register an adapter, beside what runs; returns `{success, lora_name, report, loaded_adapters}`.
+
+        `within_roots` binds the path to `adapter_roots`, as a task's is.
+        """
+        check_name(lora_name)
+        roots = self.settings.adapter_roots
+        if within_roots:
+            folder = resolve_task_path(lora_name, str(lora_path), roots)
+        else:
+            folder = resolve_operator_path(lora_name, lora_path, roots)
+        loaded = self._core.adapters.planner.load(lora_name, folder)
+        self._call(lambda: self._core.adapters.register(loaded, pinned=pinned, replace=replace))
+        return {
+            "success": True,
+            "lora_name": lora_name,
+            "report": asdict(loaded.report),
+            "loaded_adapters": self.loaded_adapters(),
+        }
+
+    def unload_lora_adapter(
+        self, lora_name: str, *, force: bool = False, timeout_seconds: float | None = None
+    ) -> dict[str, Any]:
+        """Hide the name at once, let rows that run finish, free the memory, return. Waiting rows of the name fail.
+
+        A pinned adapter needs `force`. AdapterTimeoutError where rows still run after `timeout_seconds`; the name
+        stays gone all the same, and the memory comes back with the last of them.
+        """
+
+        def unload() -> tuple[bool, Future[None]]:
+            removed = self._core.adapters.unregister(lora_name, force=force)
+            if removed is not None:
+                error = UnknownAdapterError(f"the adapter {lora_name!r} was unloaded before the request started")
+                self._core.fail_waiting({lora_name}, error)
+            return removed is not None, self._core.drained(lora_name)
+
+        was_loaded, drained = self._call(unload)
+        try:
+            drained.result(timeout_seconds)
+        except TimeoutError:
+            raise AdapterTimeoutError(
+                f"the adapter {lora_name!r} is unloaded, but rows that use it still run after {timeout_seconds} s; "
+                f"its memory comes back when they end"
+            ) from None
+        result: dict[str, Any] = {"success": True, "loaded_adapters": self.loaded_adapters()}
+        return result if was_loaded else result | {"message": f"the adapter {lora_name!r} was not loaded"}
+
+    def pin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
+        """Keep the adapter in a slot; AdapterConflictError where no slot would stay unpinned."""
+        self._call(lambda: self._core.adapters.pin(lora_name))
+        return {"success": True, "loaded_adapters": self.loaded_adapters()}
+
+    def unpin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
+        """Let the adapter be evicted again; succeeds, and says so, where it wasn't pinned."""
+        was_pinned = self._call(lambda: self._core.adapters.unpin(lora_name))
+        result: dict[str, Any] = {"success": True, "loaded_adapters": self.loaded_adapters()}
+        return result if was_pinned else result | {"message": f"the adapter {lora_name!r} was not pinned"}
+
+    def list_lora_adapters(self) -> dict[str, Any]:
+        """Per adapter: source, digest, rank, bytes, pinned, and where its weights are on this worker."""
+        status = self._call(self._core.adapters.status)
+        for adapter in status.values():
+            adapter["workers"] = {self.worker_name: adapter.pop("here")}
+        return status
+
+    def loaded_adapters(self) -> dict[str, str]:
+        """`{name: path}` of the registered adapters."""
+        return self._core.adapters.registry.loaded()
+
+    # State ---------------------------------------------------------------------------------------
+
+    def info(self) -> dict[str, Any]:
+        """Pool, rows and counters; while a long step runs, those of the last time it was asked."""
+        try:
+            self._last_info = self._call(self._make_info, timeout_seconds=INFO_TIMEOUT_SECONDS)
+        except (TimeoutError, EngineStoppedError):
+            logger.debug("The engine is busy; the figures are those of the last time.")
+        return self._last_info
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a count of rows, blocks or slots has drifted."""
+        self._call(self._core.check_integrity)
+
+    def close(self) -> None:
+        """Stop; rows that have not ended fail with EngineStoppedError."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._tokenizing.shutdown(wait=True)
+        self._inbox.put(self._fail_all)
+        self._thread.join()
+        self._core.adapters.close()
+        self._loaded.attention.close()
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _load_configured(self) -> None:
+        for entry in self.settings.lora_paths:
+            self._load_entry(entry)
+        while not self._call(self._core.adapters.prepare_pinned):
+            time.sleep(IDLE_LOOK_SECONDS)
+
+    def _load_entry(self, entry: LoraPath) -> None:
+        try:
+            self.load_lora_adapter(entry.lora_name, entry.lora_path, pinned=entry.pinned)
+        except LoraWorkerError as error:
+            if entry.pinned:
+                raise
+            logger.error("The adapter %r of lora_paths is left out: %s", entry.lora_name, error)
+
+    def _read(self, body: Mapping[str, Any], options: RowOptions, done: Callable[[Outcome], None]) -> None:
+        try:
+            sequence = self._reader.read(body, options)
+        except LoraWorkerError as error:
+            done(_raiser(error))
+        except Exception as error:
+            logger.exception("Reading the request %s failed.", options.request_id)
+            done(_raiser(GenerationError(f"the request could not be read: {type(error).__name__}")))
+        else:
+            self._inbox.put(lambda: self._core.add(sequence))
+
+    def _respond(self, end: Finished, *, is_chat: bool) -> dict[str, Any]:
+        if end.error is not None:
+            raise end.error
+        return self._writer.write(end, is_chat=is_chat)
+
+    def _call(self, function: Callable[[], T], timeout_seconds: float | None = None) -> T:
+        """Run a function on the engine's thread and return what it returns."""
+        if self._is_closing:
+            raise EngineStoppedError("the engine has stopped")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future.result(timeout_seconds)
+
+    def _run(self) -> None:
+        progressed = True
+        while not (self._is_closing and self._inbox.empty()):
+            self._take_inbox(wait=not (progressed and self._core.has_rows))
+            try:
+                progressed = self._core.step()
+            except Exception as error:
+                logger.exception("A step failed; the rows that ran are failed, the others go on.")
+                self._fail_running(error)
+
+    def _take_inbox(self, *, wait: bool) -> None:
+        try:
+            # With no rows at all nothing can happen until something is posted.
+            timeout = IDLE_LOOK_SECONDS if self._core.has_rows else None
+            action = self._inbox.get(timeout=timeout) if wait else self._inbox.get_nowait()
+            while True:
+                action()
+                action = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _fail_running(self, error: Exception) -> None:
+        for sequence in list(self._core.scheduler.running):
+            self._core.fail(sequence, GenerationError(f"a step failed with {type(error).__name__}: {str(error)[:200]}"))
+
+    def _fail_all(self) -> None:
+        for sequence in self._core.rows:
+            self._core.fail(sequence, EngineStoppedError("the engine was stopped before the request had ended"))
+
+    def _make_info(self) -> dict[str, Any]:
+        scheduler = self._core.scheduler
+        return {
+            "model": self.settings.base_name,
+            "device": str(self._loaded.model.device),
+            "dtype": str(self._loaded.model.dtype).removeprefix("torch."),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "steps": self._core.steps,
+            "generated_tokens": self._core.generated_tokens,
+            "preemptions": scheduler.preemptions,
+            "kv_tokens": scheduler.blocks.count * scheduler.blocks.block_size,
+            "kv_tokens_free": scheduler.blocks.free_count * scheduler.blocks.block_size,
+            "pool": self._core.adapters.pool_info(self.settings.lora_eviction_policy),
+        }
+
+
+def _raiser(error: LoraWorkerError) -> Outcome:
+    def outcome() -> dict[str, Any]:
+        raise error
+
+    return outcome

@@ -1,0 +1,75 @@
+"""Whatever runs on the device, happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import torch
+
+from lora_worker.engine.scheduler import Chunk
+from lora_worker.engine.sequence import BASE_SLOT
+from lora_worker.kernels.torch_lora import LoraBatch, Segment, make_lora_batch
+from lora_worker.lora.layer import LoraStep
+from lora_worker.models.attention_step import AttentionRow, AttentionStep
+from lora_worker.models.loading import LoadedModel
+
+
+class ModelRunner:
+    """One forward pass a step over the chunks of all rows."""
+
+    def __init__(self, loaded: LoadedModel, lora: LoraStep) -> None:
+        self._model = loaded.model
+        self._attention = loaded.attention
+        self._device = loaded.model.device
+        self._lora = lora
+
+    @torch.inference_mode()
+    def run(self, chunks: Rows[Chunk], rank: int) -> torch.Tensor:
+        """Logits [sampling rows, V] of the chunks that sample, in their order; float32, or float64 of such a model.
+
+        `chunks` are ordered by slot, base first; `rank` is the greatest rank among the adapters in them.
+        """
+        ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.count]]
+        positions = [p for c in chunks for p in range(c.start, c.start + c.count)]
+        self._attention.step = AttentionStep(
+            [AttentionRow(c.start, c.count, c.sequence.blocks) for c in chunks],
+            block_size=self._attention.block_size,
+            device=self._device,
+        )
+        self._lora.batch = self._lora_batch(chunks, rank)
+        try:
+            logits = self._model(
+                input_ids=torch.tensor([ids], device=self._device),
+                position_ids=torch.tensor([positions], device=self._device),
+                logits_to_keep=torch.tensor(_last_places(chunks), dtype=torch.long, device=self._device),
+                use_cache=False,
+            ).logits[0]
+        finally:
+            self._attention.step = self._lora.batch = None
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Clear what a row with values that are not finite has left behind."""
+        self._attention.scrub(blocks)
+
+    def _lora_batch(self, chunks: Rows[Chunk], rank: int) -> LoraBatch | None:
+        segments: list[Segment] = []
+        place = 0
+        for chunk in chunks:
+            slot, end = chunk.sequence.slot, place + chunk.count
+            if segments and segments[-1].slot == slot:
+                segments[-1] = segments[-1]._replace(end=end)
+            elif slot != BASE_SLOT:
+                segments.append(Segment(slot, place, end))
+            place = end
+        return make_lora_batch(segments, rank=rank, device=self._device)
+
+
+def _last_places(chunks: Rows[Chunk]) -> list[int]:
+    """Where in the step the last token of each sampling chunk stands."""
+    places, place = [], 0
+    for chunk in chunks:
+        place += chunk.count
+        if chunk.samples:
+            places.append(place - 1)
+    return places

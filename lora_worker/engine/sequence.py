@@ -1,0 +1,97 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lora_worker.adapters.reference import AdapterReference
+from lora_worker.errors import LoraWorkerError
+from lora_worker.messages import FinishReason
+
+# The base model's rows carry this instead of a slot.
+BASE_SLOT = -1
+
+_arrivals = itertools.count()
+
+
+class SamplingParams(NamedTuple):
+    """How a row's tokens are drawn; `temperature` 0 is greedy, `top_k` 0 keeps all tokens."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+
+
+class Finished(NamedTuple):
+    """A row's end: either a reason with its tokens and, where stop strings were watched, its text; or an error."""
+
+    sequence: Sequence
+    reason: FinishReason | None = None
+    stopped_text: str | None = None
+    error: LoraWorkerError | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A row: tokens so far, how many of them have their keys and values in the cache, and where.
+
+    `may_start` is asked once, at admission; `on_finished` is called once, on the engine thread, and must not block.
+    """
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int
+    on_finished: Callable[[Finished], None]
+    adapter_name: str | None = None
+    stop_strings: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    priority: int = 0
+    time_limit_seconds: float | None = None
+    may_start: Callable[[], bool] | None = None
+    on_started: Callable[[], None] | None = None
+
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    adapter: AdapterReference | None = None
+    slot: int = BASE_SLOT
+    arrival: int = field(init=False)
+    arrived_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    is_finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.arrival = next(_arrivals)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def output_count(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys and values are not in the cache yet."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def queue_order(self) -> tuple[int, int]:
+        """Priority first (0 is the highest), then arrival; a preempted row keeps its place."""
+        return self.priority, self.arrival
+
+    @property
+    def queued_seconds(self) -> float:
+        return (self.started_at or time.monotonic()) - self.arrived_at
+
+    def is_over_time(self, now: float) -> bool:
+        limit = self.time_limit_seconds
+        return limit is not None and self.started_at is not None and now - self.started_at > limit

@@ -1,0 +1,47 @@
+"""Put the layers into a loaded model."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lora_worker.errors import SettingsError
+from lora_worker.lora.layer import LoraLinear, LoraStep
+
+
+def inject_lora(model: PreTrainedModel, target_modules: list[str]) -> tuple[dict[str, LoraLinear], LoraStep]:
+    """Replace every targeted linear module by a LoraLinear; returns them by module path, and what they look at.
+
+    `target_modules` holds module names or ends of paths; 'all-linear' is every linear module but the output layer.
+    """
+    step = LoraStep()
+    layers: dict[str, LoraLinear] = {}
+    for path, module in list(model.named_modules()):
+        shape = _shape(module)
+        if shape is None or module is model.get_output_embeddings() or not _is_target(path, target_modules):
+            continue
+        layer = LoraLinear(module, in_features=shape[0], out_features=shape[1], step=step)
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer)
+        layers[path] = layer
+    unmatched = [t for t in target_modules if t != "all-linear" and not any(_is_target(path, [t]) for path in layers)]
+    if unmatched:
+        raise SettingsError(
+            f"lora_target_modules names {', '.join(unmatched)}, but the base model has no such linear module; "
+            f"leave it at all-linear, or name modules such as {', '.join(sorted({p.rpartition('.')[2] for p in layers}))}"
+        )
+    return layers, step
+
+
+def _is_target(path: str, target_modules: list[str]) -> bool:
+    return any(target in ("all-linear", path) or path.endswith(f".{target}") for target in target_modules)
+
+
+def _shape(module: nn.Module) -> tuple[int, int] | None:
+    """In and out of a linear module of the kinds PEFT adapts, or None."""
+    if type(module) is nn.Linear:
+        return module.in_features, module.out_features
+    if type(module) is Conv1D:
+        return module.weight.shape[0], module.weight.shape[1]
+    return None

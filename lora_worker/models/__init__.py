@@ -1,0 +1,1 @@
+"""The base model: loading it, and its attention over a cache in blocks."""

@@ -1,0 +1,145 @@
+"""Attention over a KV cache in blocks, as transformers calls it.
+
+A model's tokens come as one row [1, T]: several sequences side by side, each token with its position. Keys and values
+go into the cache; each group of sequences then reads its own back. Letters: N sequences, C new tokens, B blocks a
+sequence, L = B * block size keys, K key heads, G query heads a key head, D head size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from lora_worker.errors import UnsupportedModelError
+from lora_worker.models.attention_step import AttentionStep
+
+_numbers = itertools.count()
+
+# Arguments that say nothing beyond what the step says, or that concern training.
+IGNORED_ARGUMENTS = {"position_ids", "use_cache", "is_causal", "output_attentions", "cache_position", "position_bias"}
+
+
+class BlockCacheAttention:
+    """The attention function of one loaded model, with its cache of keys and values.
+
+    Registered under a name of its own, so that several engines in one process never meet. `cache` maps a layer's index
+    to its keys and values, each [blocks, block size, K, D], made when the layer is first called.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.name = f"lora_worker_{next(_numbers)}"
+        self.block_size = block_size
+        self.step: AttentionStep | None = None
+        self.calls = 0
+        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._blocks = 0
+        AttentionInterface.register(self.name, self.forward)
+        AttentionMaskInterface.register(self.name, _no_mask)
+
+    def set_blocks(self, count: int) -> None:
+        """Start over with an empty cache of so many blocks, numbered from 1; block 0 is padding."""
+        self._blocks = count + 1
+        for layer, (keys, values) in self.cache.items():
+            self.cache[layer] = keys.new_zeros(self._blocks, *keys.shape[1:]), values.new_zeros(
+                self._blocks, *values.shape[1:]
+            )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token's keys and values take over all layers that have been called."""
+        places = self._blocks * self.block_size
+        return sum(keys.nbytes + values.nbytes for keys, values in self.cache.values()) // places
+
+    @torch.inference_mode()
+    def scrub(self, blocks: list[int]) -> None:
+        """Zero blocks of a row whose values are not finite: padding may be read, and 0 * NaN is NaN."""
+        for keys, values in self.cache.values():
+            keys[blocks] = 0
+            values[blocks] = 0
+
+    def close(self) -> None:
+        AttentionInterface._global_mapping.pop(self.name, None)
+        AttentionMaskInterface._global_mapping.pop(self.name, None)
+        self.cache.clear()
+
+    def forward(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,  # noqa: ARG002 - the step says what a token sees
+        scaling: float | None = None,
+        dropout: float = 0.0,  # noqa: ARG002 - inference only
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query [1, K * G, T, D], key and value [1, K, T, D]; returns [1, T, K * G, D]."""
+        unknown = sorted(n for n, v in others.items() if v is not None and n not in IGNORED_ARGUMENTS)
+        if unknown:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which this engine does not compute"
+            )
+        assert self.step is not None, "attention was called outside a step"
+        self.calls += 1
+        keys, values = self._layer_cache(module, key, value)
+        keys.view(-1, *keys.shape[2:])[self.step.cache_places] = key[0].transpose(0, 1)
+        values.view(-1, *values.shape[2:])[self.step.cache_places] = value[0].transpose(0, 1)
+        tokens = query[0].transpose(0, 1)  # [T, K * G, D]
+        parts = [
+            self._attend(index, tokens, keys, values, scaling, sliding_window)
+            for index in range(len(self.step.groups))
+        ]
+        if len(parts) == 1:
+            return parts[0][None], None
+        out = parts[0].new_empty(tokens.shape[0], *parts[0].shape[1:])
+        for group, part in zip(self.step.groups, parts, strict=True):
+            out[group.tokens] = part
+        return out[None], None
+
+    def _attend(
+        self,
+        index: int,
+        tokens: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """One group's output, [N * C, K * G, D]."""
+        assert self.step is not None
+        group = self.step.groups[index]
+        new = tokens if group.tokens is None else tokens[group.tokens]
+        heads, size = keys.shape[2], new.shape[2]
+        together = new.shape[1] // heads
+        # The query heads that share a key head stand beside the new tokens, so that no key is copied for them.
+        query = new.view(group.rows, -1, heads, together, size).permute(0, 2, 3, 1, 4)
+        query = query.reshape(group.rows, heads, -1, size)
+        seen_keys = keys[group.table].view(group.rows, -1, heads, keys.shape[3]).transpose(1, 2)
+        seen_values = values[group.table].view(group.rows, -1, heads, values.shape[3]).transpose(1, 2)
+        bias = self.step.bias(index, together, window, query.dtype)
+        out = F.scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=bias, scale=scaling)
+        out = out.view(group.rows, heads, together, -1, out.shape[3]).permute(0, 3, 1, 2, 4)
+        return out.reshape(new.shape[0], heads * together, -1)
+
+    def _layer_cache(
+        self, module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it is (layer_idx)")
+        if layer not in self.cache:
+            shape = (self._blocks, self.block_size)
+            self.cache[layer] = (
+                key.new_zeros(*shape, key.shape[1], key.shape[3]),
+                value.new_zeros(*shape, value.shape[1], value.shape[3]),
+            )
+        return self.cache[layer]
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """transformers makes no mask; the step's bias is the only one."""

@@ -1,0 +1,282 @@
+"""The settings: one class, four sources (arguments, environment, `.env`, the TOML file of `LORA_WORKER_CONFIG`)."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+from dotenv import dotenv_values
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from lora_worker.errors import SettingsError
+
+PREFIX = "LORA_WORKER_"
+CONFIG_VARIABLE = "LORA_WORKER_CONFIG"
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+ADAPTER_NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit"
+
+
+class LoraPath(BaseModel):
+    """One entry of `lora_paths`; without a `lora_path`, the folder of that name under an adapter root."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lora_name: str
+    lora_path: str | None = None
+    pinned: bool = False
+
+    @field_validator("lora_name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not ADAPTER_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no adapter name; a name is {ADAPTER_NAME_RULE}")
+        return name
+
+
+class Settings(BaseSettings):
+    """All settings. Every field may be given as `LORA_WORKER_<NAME>`; `config/worker.toml` explains each.
+
+    Raises SettingsError with one sentence for a wrong value, an unknown name or a missing file.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_file=".env", extra="forbid", frozen=True)
+
+    model: str | None = None
+    served_model_name: str | None = None
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda|cuda:\d+)$")] = "auto"
+    redis_url: str = "redis://localhost:6379/0"
+    queue_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")] = "lora"
+    lora_paths: Annotated[list[LoraPath], NoDecode] = []
+    adapter_roots: Annotated[list[Path], NoDecode] = []
+    max_loras_per_batch: Annotated[int, Field(ge=1, le=4096)] = 8
+    max_loaded_loras: Annotated[int, Field(ge=1)] = 1024
+    max_loaded_lora_bytes: ByteSize = ByteSize(8 * 1024**3)
+    max_lora_rank: Annotated[int, Field(ge=1, le=1024)] = 64
+    lora_target_modules: Annotated[list[str], NoDecode] = ["all-linear"]
+    lora_eviction_policy: Literal["lru", "fifo"] = "lru"
+    max_running_requests: Annotated[int | None, Field(ge=1, le=4096)] = None
+    max_waiting_requests: Annotated[int | None, Field(ge=0)] = None
+    max_wait_seconds: Annotated[float, Field(gt=0)] = 10.0
+    max_model_len: Annotated[int | None, Field(ge=2)] = None
+    max_prefill_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_total_tokens: Annotated[int | None, Field(ge=1)] = None
+    drain_seconds: Annotated[float, Field(ge=0)] = 25.0
+    result_expires_seconds: Annotated[int, Field(ge=1)] = 86400
+
+    def __init__(self, **values: Any) -> None:
+        _refuse_unknown_variables()
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise SettingsError(_sentence(error, given=values)) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the name is pydantic-settings' own
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _DotEnvSource(settings_cls), _TomlSource(settings_cls)
+
+    @field_validator("lora_paths", mode="before")
+    @classmethod
+    def _read_lora_paths(cls, value: Any) -> Any:
+        entries = _as_list(value)
+        return [_read_lora_path(entry) for entry in entries] if isinstance(entries, list) else entries
+
+    @field_validator("adapter_roots", "lora_target_modules", mode="before")
+    @classmethod
+    def _read_list(cls, value: Any) -> Any:
+        return _as_list(value)
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, url: str) -> str:
+        if urlsplit(url).scheme not in ("redis", "rediss"):
+            raise ValueError("a URL of the form redis://[:PASSWORD@]HOST:PORT/DB (rediss:// for TLS) is expected")
+        return url
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Settings:
+        names = [entry.lora_name for entry in self.lora_paths]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"lora_paths names {name!r} more than once; each name may stand there once")
+        pinned = sum(entry.pinned for entry in self.lora_paths)
+        if pinned >= self.max_loras_per_batch:
+            raise ValueError(
+                f"lora_paths pins {pinned} adapters, but max_loras_per_batch is {self.max_loras_per_batch} and one slot "
+                f"must stay unpinned; raise max_loras_per_batch to at least {pinned + 1}"
+            )
+        return self
+
+    def running_limit(self, device_type: str) -> int:
+        """How many rows run at once on a device of this type ('cpu' or 'cuda')."""
+        return self.max_running_requests or (256 if device_type == "cuda" else 64)
+
+    def waiting_limit(self, device_type: str) -> int:
+        """How many requests are claimed ahead of the rows that run."""
+        waiting = self.max_waiting_requests
+        return 16 * self.running_limit(device_type) if waiting is None else waiting
+
+    def prefill_limit(self, device_type: str) -> int:
+        """How many prompt tokens one step may carry."""
+        return self.max_prefill_tokens or (8192 if device_type == "cuda" else 512)
+
+    @property
+    def base_name(self) -> str:
+        """The name under which a request asks for the bare base model."""
+        return self.served_model_name or Path(self.model or "base").name
+
+
+class Explained(NamedTuple):
+    """One setting as `lora-worker settings` prints it."""
+
+    name: str
+    value: str
+    source: str
+
+
+def explain(settings: Settings) -> list[Explained]:
+    """Every setting with its value (secrets masked) and the source that gave it."""
+    environment = {key.upper() for key in os.environ}
+    dotenv = _dotenv_entries()
+    toml = _read_toml()
+    rows = []
+    for name in Settings.model_fields:
+        variable = (PREFIX + name).upper()
+        if variable in environment:
+            source = f"environment {variable}"
+        elif name in dotenv:
+            source = ".env"
+        elif name in toml:
+            source = f"file {os.environ[CONFIG_VARIABLE]}"
+        else:
+            source = "default"
+        rows.append(Explained(name, _shown(name, getattr(settings, name)), source))
+    return rows
+
+
+def mask_url(url: str) -> str:
+    """The URL with its password, if it has one, shown as ***."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    netloc = parts.netloc.replace(f":{parts.password}@", ":***@")
+    return urlunsplit(parts._replace(netloc=netloc))
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "redis_url":
+        return mask_url(value)
+    if name == "lora_paths":
+        return json.dumps([entry.model_dump(exclude_none=True) for entry in value])
+    if isinstance(value, list):
+        return json.dumps([str(item) for item in value])
+    if isinstance(value, ByteSize):
+        return value.human_readable()
+    return "not set" if value is None else str(value)
+
+
+class _DotEnvSource(PydanticBaseSettingsSource):
+    """Our own keys of `.env`; other programs' keys in that file are none of our business."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002 - fixed signature
+        return _dotenv_entries().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return dict(_dotenv_entries())
+
+
+class _TomlSource(PydanticBaseSettingsSource):
+    """The file that `LORA_WORKER_CONFIG` names; an unknown key in it stops the start."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002 - fixed signature
+        return _read_toml().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return _read_toml()
+
+
+def _dotenv_entries() -> dict[str, str]:
+    entries = dotenv_values(".env")
+    return {
+        key[len(PREFIX) :].lower(): value
+        for key, value in entries.items()
+        if key.upper().startswith(PREFIX) and key.upper() != CONFIG_VARIABLE and value is not None
+    }
+
+
+def _read_toml() -> dict[str, Any]:
+    path = os.environ.get(CONFIG_VARIABLE) or dotenv_values(".env").get(CONFIG_VARIABLE)
+    if not path:
+        return {}
+    try:
+        with Path(path).open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise SettingsError(f"{CONFIG_VARIABLE} names {path}, which does not exist; name a TOML file") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"the settings file {path} cannot be read as TOML: {error}") from None
+
+
+def _refuse_unknown_variables() -> None:
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}
+    for variable in sorted(key.upper() for key in os.environ):
+        if variable.startswith(PREFIX) and variable not in known:
+            raise SettingsError(f"the environment variable {variable} is no setting of lora-worker{_nearest(variable)}")
+
+
+def _nearest(name: str) -> str:
+    known = [PREFIX + field.upper() for field in Settings.model_fields]
+    if not name.startswith(PREFIX):
+        known = list(Settings.model_fields)
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {matches[0]}?" if matches else "; `lora-worker settings` lists the settings"
+
+
+def _as_list(value: Any) -> Any:
+    """A list as it comes from TOML, from JSON in a variable, or as words between commas."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith(("[", "{")):
+        try:
+            loaded = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is no valid JSON: {error}") from None
+        return loaded if isinstance(loaded, list) else [loaded]
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _read_lora_path(entry: Any) -> Any:
+    if not isinstance(entry, str):
+        return entry
+    if entry.lstrip().startswith("{"):
+        return json.loads(entry)
+    name, separator, path = entry.partition("=")
+    return {"lora_name": name.strip(), "lora_path": path.strip() if separator else None}
+
+
+def _sentence(error: ValidationError, given: dict[str, Any]) -> str:
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{name} is no setting of lora-worker{_nearest(name)}"
+    message = first["msg"].removeprefix("Value error, ")
+    if not name:
+        return message
+    field = str(first["loc"][0])
+    where = "" if field in given or (PREFIX + field).upper() not in os.environ else f" ({(PREFIX + field).upper()})"
+    value = mask_url(str(first["input"])) if field == "redis_url" else str(first["input"])
+    return f"the setting {name}{where} has the wrong value {value[:200]!r}: {message}"

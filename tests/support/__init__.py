@@ -1,0 +1,1 @@
+"""What several tests share: tiny models, adapters made by PEFT, and the oracles."""
