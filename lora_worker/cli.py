@@ -1,1 +1,160 @@
-def main() -> None: ...
+"""The command `lora-worker`: the demo, the settings, and what an operator asks of a running worker."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+from celery.exceptions import TimeoutError as ResultTimeoutError
+from celery.result import AsyncResult
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+from rich.console import Console
+from rich.table import Table
+
+from lora_worker.client import Client
+from lora_worker.errors import LoraWorkerError
+from lora_worker.settings import Settings, explain, mask_url
+
+# How long a command waits for a worker before it says that none answers.
+ANSWER_SECONDS = 60.0
+INSPECT_SECONDS = 3.0
+
+
+@click.group()
+@click.version_option(package_name="lora-worker")
+def cli() -> None:
+    """A Celery worker that serves many LoRA adapters over one base model."""
+
+
+@cli.command()
+def demo() -> None:
+    """Show the same prompts under a small base model and three adapters."""
+    from lora_worker.demo.run import run_demo
+
+    run_demo()
+
+
+@cli.command()
+def settings() -> None:
+    """Print every setting, its value and where it came from."""
+    table = _table("setting", "value", "source")
+    for row in explain(Settings()):
+        table.add_row(*row)
+    Console().print(table)
+
+
+@cli.command()
+def status() -> None:
+    """Show the workers that answer, their slots, and how long the queue is."""
+    client = Client()
+    stats = client.app.control.inspect(timeout=INSPECT_SECONDS).stats() or {}
+    table = _table("worker", "model", "running", "waiting", "slots", "pinned", "hits", "loads", "evictions")
+    for worker, info in sorted(stats.items()):
+        engine = info["pool"].get("lora", {})
+        pool = engine.get("pool", {})
+        slots = ", ".join(f"{slot}: {name}" for slot, name in pool.get("slots", {}).items())
+        figures = (engine.get("model"), engine.get("running"), engine.get("waiting"))
+        counts = (", ".join(pool.get("pinned", [])), pool.get("hits"), pool.get("loads"), pool.get("evictions"))
+        table.add_row(worker, *(str(value) for value in (*figures, slots, *counts)))
+    Console().print(table if stats else "No worker answers.")
+    Console().print(f"{_queue_length(client)} messages wait in the queue {client.app.conf.task_default_queue!r}.")
+    if not stats:
+        sys.exit(1)
+
+
+@cli.group()
+def adapters() -> None:
+    """Load, unload, pin, unpin or list adapters on the running worker."""
+
+
+@adapters.command()
+@click.argument("name")
+@click.argument("path")
+@click.option("--pinned", is_flag=True, help="Keep it in a slot from now on.")
+@click.option("--replace", is_flag=True, help="Replace an adapter of the same name.")
+def load(name: str, path: str, *, pinned: bool, replace: bool) -> None:
+    """Load the adapter in the folder PATH, under the worker's adapter_roots, as NAME."""
+    _print_answer(Client().load_lora_adapter(name, path, pinned=pinned, replace=replace))
+
+
+@adapters.command()
+@click.argument("name")
+@click.option("--force", is_flag=True, help="Also if it is pinned.")
+@click.option("--timeout", "timeout_seconds", type=float, help="Seconds to wait for its running rows.")
+def unload(name: str, *, force: bool, timeout_seconds: float | None) -> None:
+    """Unload the adapter NAME when its running rows have ended."""
+    _print_answer(Client().unload_lora_adapter(name, force=force, timeout_seconds=timeout_seconds))
+
+
+@adapters.command()
+@click.argument("name")
+def pin(name: str) -> None:
+    """Keep the adapter NAME in a slot."""
+    _print_answer(Client().pin_lora_adapter(name))
+
+
+@adapters.command()
+@click.argument("name")
+def unpin(name: str) -> None:
+    """Let the adapter NAME be evicted again."""
+    _print_answer(Client().unpin_lora_adapter(name))
+
+
+@adapters.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def list_adapters(*, as_json: bool) -> None:
+    """List the loaded adapters and where their weights are."""
+    found = _answer(Client().list_lora_adapters())
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    table = _table("adapter", "rank", "bytes", "pinned", "worker", "cached", "slot", "held", "source")
+    for name, adapter in sorted(found.items()):
+        for worker, here in adapter["workers"].items():
+            row = (adapter["rank"], adapter["bytes"], adapter["pinned"], worker, here["cached"])
+            slot = "-" if here["slot"] is None else here["slot"]
+            table.add_row(name, *(str(value) for value in (*row, slot, here["held"], adapter["source"])))
+    Console().print(table)
+
+
+def main() -> None:
+    """Run the command; an error of ours is one sentence on standard error and exit code 1."""
+    try:
+        cli()
+    except LoraWorkerError as error:
+        _fail(str(error))
+    except (OperationalError, RedisError) as error:
+        _fail(f"Redis at {mask_url(Settings().redis_url)} does not answer ({error}); start it, or set redis_url")
+
+
+def _fail(sentence: str) -> None:
+    click.echo(f"lora-worker: {sentence}", err=True)
+    sys.exit(1)
+
+
+def _answer(result: AsyncResult) -> Any:
+    try:
+        return result.get(timeout=ANSWER_SECONDS)
+    except ResultTimeoutError:
+        raise LoraWorkerError(
+            f"no worker answered within {ANSWER_SECONDS:.0f} s; `lora-worker status` shows the workers that run"
+        ) from None
+
+
+def _print_answer(result: AsyncResult) -> None:
+    click.echo(json.dumps(_answer(result), indent=2))
+
+
+def _queue_length(client: Client) -> int:
+    with client.app.connection_for_read() as connection:
+        return int(connection.default_channel.queue_declare(client.app.conf.task_default_queue).message_count)
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from dotenv import dotenv_values
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lora_worker.errors import SettingsError
@@ -23,13 +23,21 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADAPTER_NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit"
 
 
+def _path_to_str(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+# In Python a path may be given as a Path; the settings keep text, since a hub's id is no path.
+PathText = Annotated[str, BeforeValidator(_path_to_str)]
+
+
 class LoraPath(BaseModel):
     """One entry of `lora_paths`; without a `lora_path`, the folder of that name under an adapter root."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     lora_name: str
-    lora_path: str | None = None
+    lora_path: PathText | None = None
     pinned: bool = False
 
     @field_validator("lora_name")
@@ -48,7 +56,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_file=".env", extra="forbid", frozen=True)
 
-    model: str | None = None
+    model: PathText | None = None
     served_model_name: str | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda|cuda:\d+)$")] = "auto"

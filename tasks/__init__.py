@@ -1,0 +1,1 @@
+"""The Celery tasks; installed as `lora_worker.tasks`."""

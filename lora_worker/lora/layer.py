@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lora_worker.kernels.memory import zeros
 from lora_worker.kernels.torch_lora import LoraBatch, add_lora
 
 
@@ -43,9 +44,8 @@ class LoraLinear(nn.Module):
 
     def allocate(self, slots: int, rank: int) -> int:
         """Make room for `slots` adapters of up to `rank`; returns the bytes taken."""
-        like = self.weight
-        self.a = torch.zeros(slots, rank, self.in_features, dtype=like.dtype, device=like.device)
-        self.b = torch.zeros(slots, rank, self.out_features, dtype=like.dtype, device=like.device)
+        self.a = zeros(slots, rank, self.in_features, like=self.weight)
+        self.b = zeros(slots, rank, self.out_features, like=self.weight)
         return self.a.nbytes + self.b.nbytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

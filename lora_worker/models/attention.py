@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lora_worker.errors import UnsupportedModelError
+from lora_worker.kernels.memory import zeros
 from lora_worker.models.attention_step import AttentionStep
 
 _numbers = itertools.count()
@@ -44,8 +45,9 @@ class BlockCacheAttention:
         """Start over with an empty cache of so many blocks, numbered from 1; block 0 is padding."""
         self._blocks = count + 1
         for layer, (keys, values) in self.cache.items():
-            self.cache[layer] = keys.new_zeros(self._blocks, *keys.shape[1:]), values.new_zeros(
-                self._blocks, *values.shape[1:]
+            self.cache[layer] = (
+                zeros(self._blocks, *keys.shape[1:], like=keys),
+                zeros(self._blocks, *values.shape[1:], like=values),
             )
 
     @property
@@ -135,8 +137,8 @@ class BlockCacheAttention:
         if layer not in self.cache:
             shape = (self._blocks, self.block_size)
             self.cache[layer] = (
-                key.new_zeros(*shape, key.shape[1], key.shape[3]),
-                value.new_zeros(*shape, value.shape[1], value.shape[3]),
+                zeros(*shape, key.shape[1], key.shape[3], like=key),
+                zeros(*shape, value.shape[1], value.shape[3], like=value),
             )
         return self.cache[layer]
 

@@ -1,0 +1,34 @@
+"""The Celery app, where `celery -A lora_worker` looks for it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from celery import Celery
+
+from lora_worker.errors import SettingsError
+from lora_worker.fleet import startup as _startup  # noqa: F401 - connects its handlers to Celery's signals
+from lora_worker.fleet.configuration import worker_configuration
+from lora_worker.settings import Settings
+
+
+def make_app(settings: Settings) -> Celery:
+    """The app of these settings. Needs no more than `redis_url`, so Flower and `inspect` need no model."""
+    made = Celery("lora_worker", set_as_current=False)
+    made.conf.update(worker_configuration(settings))
+    made.lora_settings = settings
+    return made
+
+
+def _settings() -> Settings:
+    try:
+        return Settings()
+    except SettingsError as error:
+        # Celery's command would print a traceback of any other exception; who imports the app wants the exception.
+        if "celery" in Path(sys.argv[0]).parts[-2:]:
+            raise SystemExit(f"The worker cannot start: {error}") from None
+        raise
+
+
+app = make_app(_settings())

@@ -1,0 +1,85 @@
+"""The Python client: sends tasks, returns Celery results, imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery
+from celery.result import AsyncResult
+
+# Celery raises a task's error as its own class where the module of the class has been imported.
+import lora_worker.errors as _errors  # noqa: F401
+from lora_worker.messages import (
+    GENERATE,
+    LIST_LORA_ADAPTERS,
+    LOAD_LORA_ADAPTER,
+    PIN_LORA_ADAPTER,
+    UNLOAD_LORA_ADAPTER,
+    UNPIN_LORA_ADAPTER,
+)
+from lora_worker.fleet.configuration import common_configuration
+from lora_worker.settings import Settings
+
+# How `apply_async` options are told from the fields of a request's body.
+OPTIONS = ("task_id", "priority", "expires", "time_limit", "soft_time_limit", "countdown", "eta", "link", "link_error")
+
+
+class Client:
+    """Sends work to the workers on one Redis.
+
+    Args:
+        redis_url: the workers' Redis; `redis_url` of the settings where it is left out.
+        queue_prefix: the workers' setting of that name.
+    """
+
+    def __init__(self, redis_url: str | None = None, *, queue_prefix: str | None = None) -> None:
+        given = {"redis_url": redis_url, "queue_prefix": queue_prefix}
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+        self.app = Celery("lora_worker.client", set_as_current=False)
+        self.app.conf.update(common_configuration(settings))
+
+    def generate(self, **body: Any) -> AsyncResult:
+        """Generate text: an OpenAI completions or chat body, `model` an adapter's name.
+
+        Beside the body's fields it takes Celery's task_id, priority, expires, time_limit, soft_time_limit, countdown,
+        eta, link and link_error. The result is the OpenAI object, or one of `lora_worker.errors` raised by `.get()`.
+        """
+        options = {name: body.pop(name) for name in OPTIONS if name in body}
+        return self._send(GENERATE, body, **options)
+
+    def load_lora_adapter(
+        self, lora_name: str, lora_path: str, *, pinned: bool = False, replace: bool = False
+    ) -> AsyncResult:
+        """Load an adapter from a folder under the workers' `adapter_roots`."""
+        return self._send(
+            LOAD_LORA_ADAPTER,
+            {"lora_name": lora_name, "lora_path": lora_path, "pinned": pinned, "replace": replace},
+        )
+
+    def unload_lora_adapter(
+        self, lora_name: str, *, force: bool = False, timeout_seconds: float | None = None
+    ) -> AsyncResult:
+        """Unload an adapter; a pinned one needs `force`."""
+        return self._send(
+            UNLOAD_LORA_ADAPTER, {"lora_name": lora_name, "force": force, "timeout_seconds": timeout_seconds}
+        )
+
+    def pin_lora_adapter(self, lora_name: str) -> AsyncResult:
+        """Keep an adapter in its slot."""
+        return self._send(PIN_LORA_ADAPTER, {"lora_name": lora_name})
+
+    def unpin_lora_adapter(self, lora_name: str) -> AsyncResult:
+        """Let an adapter be evicted again."""
+        return self._send(UNPIN_LORA_ADAPTER, {"lora_name": lora_name})
+
+    def list_lora_adapters(self) -> AsyncResult:
+        """Every loaded adapter, and where its weights are."""
+        return self._send(LIST_LORA_ADAPTERS, {})
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self.app.close()
+
+    def _send(self, name: str, kwargs: dict[str, Any], **options: Any) -> AsyncResult:
+        # Celery would put the arguments into the message a second time, in clear, for logs and events to show.
+        return self.app.send_task(name, kwargs=kwargs, argsrepr="", kwargsrepr="", **options)

@@ -1,0 +1,65 @@
+"""Celery's own configuration, with the reason beside what is not its default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lora_worker.settings import Settings
+
+POOL = "lora_worker.fleet.engine_pool:EnginePool"
+
+
+def connection_options() -> dict[str, Any]:
+    """Options of every connection to Redis, worker's and client's."""
+    return {
+        # The steps are part of the wire contract: 0 is the highest, and unset means 0.
+        "priority_steps": [0, 3, 6, 9],
+        "socket_keepalive": True,
+        "socket_connect_timeout": 5,
+        # Without it a publish on a half-open connection hangs for ever.
+        "socket_timeout": 30,
+        "health_check_interval": 25,
+    }
+
+
+def common_configuration(settings: Settings) -> dict[str, Any]:
+    """What a client and a worker must agree on."""
+    return {
+        "broker_url": settings.redis_url,
+        "result_backend": settings.redis_url,
+        "broker_transport_options": connection_options(),
+        "task_serializer": "json",
+        "result_serializer": "json",
+        "accept_content": ["json"],
+        "result_accept_content": ["json"],
+        "task_default_queue": settings.queue_prefix,
+        "result_expires": settings.result_expires_seconds,
+    }
+
+
+def worker_configuration(settings: Settings) -> dict[str, Any]:
+    """The worker's; it consumes the one queue of its prefix, never the queue named 'celery'."""
+    return {
+        **common_configuration(settings),
+        "worker_pool": POOL,
+        "include": ["lora_worker.tasks.generation", "lora_worker.tasks.adapters"],
+        # Nothing is acknowledged before its result is stored; a failed generation is a result and not run again.
+        "task_acks_late": True,
+        "task_acks_on_failure": True,
+        "task_acks_on_timeout": True,
+        # The backend's look before it stores is not tried again otherwise, and the result is lost with Redis away.
+        "result_backend_always_retry": True,
+        "worker_prefetch_multiplier": 1,
+        # Rows go on when the connection breaks, and the copies that Redis delivers afterwards share their answers.
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,
+        "worker_disable_rate_limits": True,
+        "worker_send_task_events": True,
+        # Tasks with an ETA raise the prefetch count without bound otherwise.
+        "worker_eta_task_limit": 1000,
+        # STARTED would be written by the trace, which runs when the row has ended.
+        "task_track_started": False,
+        "worker_hijack_root_logger": True,
+        "worker_redirect_stdouts": False,
+    }

@@ -1,0 +1,23 @@
+"""The generate task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import shared_task
+
+from lora_worker.fleet.engine_pool import finished_answer
+from lora_worker.messages import GENERATE
+from lora_worker.tasks.base import LoraTask
+
+
+class EngineTask(LoraTask):
+    """The pool gives its message to the engine and runs the body when the answer is there."""
+
+    runs_in_engine = True
+
+
+@shared_task(name=GENERATE, base=EngineTask, bind=True)
+def generate(self: EngineTask, *_args: Any, **_body: Any) -> dict[str, Any]:
+    """Generate text: an OpenAI completions or chat body as keyword arguments, the OpenAI object as the result."""
+    return finished_answer(self.request.id)
