@@ -1,0 +1,64 @@
+"""Sampling against transformers' own logits processors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from lora_worker.engine.sampler import Sampler, draw
+from lora_worker.engine.sequence import SamplingParams
+
+CASES = [
+    SamplingParams(1.0, 1.0, 0, 0),
+    SamplingParams(0.5, 1.0, 0, 0),
+    SamplingParams(1.3, 0.9, 0, 0),
+    SamplingParams(0.7, 1.0, 5, 0),
+    SamplingParams(0.9, 0.6, 20, 0),
+    SamplingParams(1.0, 0.05, 0, 0),
+    SamplingParams(1.0, 1.0, 1, 0),
+]
+
+
+def oracle(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """transformers' probabilities [V], by its own processors in its own order."""
+    scores = TemperatureLogitsWarper(params.temperature)(None, logits[None])
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(None, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(None, scores)
+    return torch.softmax(scores[0], dim=-1)
+
+
+@pytest.mark.parametrize("vocabulary", [50, 3000])
+@pytest.mark.parametrize("params", CASES)
+def test_tokens_are_drawn_with_transformers_probabilities(params: SamplingParams, vocabulary: int) -> None:
+    """Over evenly spaced places in [0, 1) each token comes as often as its probability says, up to one place."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(vocabulary, generator=generator, dtype=torch.float64) * (1 if vocabulary > 1024 else 3)
+    count = 4000
+    places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    scaled = (logits / params.temperature).expand(count, -1)
+    counts = torch.bincount(draw(scaled, [params] * count, places), minlength=vocabulary)
+    expected = oracle(logits, params)
+    assert (counts / count - expected).abs().max() <= 1.5 / count
+    assert (counts[expected == 0] == 0).all()
+
+
+def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, 4, 300, generator=generator, dtype=torch.float64)  # steps, rows, vocabulary
+    params = [SamplingParams(1.0, p, k, 7 + k) for p, k in ((1.0, 0), (0.9, 0), (1.0, 9), (0.7, 9))]
+    ids = [f"row-{i}" for i in range(4)]
+    together, alone = Sampler(), [Sampler() for _ in range(4)]
+    for step in logits:
+        batch = together.sample(step, ids, params).tokens
+        solo = [alone[i].sample(step[i : i + 1], ids[i : i + 1], params[i : i + 1]).tokens[0] for i in range(4)]
+        assert batch == solo
+
+
+def test_a_greedy_row_takes_the_best_and_a_broken_row_is_told() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [float("nan"), 0.0, 1.0], [float("inf"), 0.0, 1.0]])
+    sampled = Sampler().sample(logits, ["a", "b", "c"], [SamplingParams(0, 1, 0, 0)] * 3)
+    assert sampled.tokens[0] == 1
+    assert sampled.is_broken == [False, True, True]
