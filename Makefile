@@ -25,7 +25,7 @@ lint: $(READY) ## Style, types and import directions
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
 
 bench: $(READY) ## Throughput of the engine against the bare base and PEFT, as ratios
-	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.engine --out benchmarks/results/engine.json
 
 clean: ## Remove the virtual environment
 	rm -rf $(VENV)

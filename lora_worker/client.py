@@ -9,6 +9,7 @@ from celery.result import AsyncResult
 
 # Celery raises a task's error as its own class where the module of the class has been imported.
 import lora_worker.errors as _errors  # noqa: F401
+from lora_worker.fleet.configuration import common_configuration
 from lora_worker.messages import (
     GENERATE,
     LIST_LORA_ADAPTERS,
@@ -17,7 +18,6 @@ from lora_worker.messages import (
     UNLOAD_LORA_ADAPTER,
     UNPIN_LORA_ADAPTER,
 )
-from lora_worker.fleet.configuration import common_configuration
 from lora_worker.settings import Settings
 
 # How `apply_async` options are told from the fields of a request's body.

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from dotenv import dotenv_values
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lora_worker.errors import SettingsError
+from lora_worker.settings_sources import (
+    PREFIX,
+    DotEnvSource,
+    TomlSource,
+    dotenv_entries,
+    nearest,
+    read_toml,
+    refuse_unknown_variables,
+    toml_path,
+    variable_of,
+)
 
-PREFIX = "LORA_WORKER_"
-CONFIG_VARIABLE = "LORA_WORKER_CONFIG"
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADAPTER_NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit"
 
@@ -80,7 +95,7 @@ class Settings(BaseSettings):
     result_expires_seconds: Annotated[int, Field(ge=1)] = 86400
 
     def __init__(self, **values: Any) -> None:
-        _refuse_unknown_variables()
+        refuse_unknown_variables(type(self).model_fields)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -92,10 +107,10 @@ class Settings(BaseSettings):
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the name is pydantic-settings' own
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, _DotEnvSource(settings_cls), _TomlSource(settings_cls)
+        return init_settings, env_settings, DotEnvSource(settings_cls), TomlSource(settings_cls)
 
     @field_validator("lora_paths", mode="before")
     @classmethod
@@ -124,8 +139,8 @@ class Settings(BaseSettings):
         pinned = sum(entry.pinned for entry in self.lora_paths)
         if pinned >= self.max_loras_per_batch:
             raise ValueError(
-                f"lora_paths pins {pinned} adapters, but max_loras_per_batch is {self.max_loras_per_batch} and one slot "
-                f"must stay unpinned; raise max_loras_per_batch to at least {pinned + 1}"
+                f"lora_paths pins {pinned} adapters, but max_loras_per_batch is {self.max_loras_per_batch} and one "
+                f"slot must stay unpinned; raise max_loras_per_batch to at least {pinned + 1}"
             )
         return self
 
@@ -159,17 +174,17 @@ class Explained(NamedTuple):
 def explain(settings: Settings) -> list[Explained]:
     """Every setting with its value (secrets masked) and the source that gave it."""
     environment = {key.upper() for key in os.environ}
-    dotenv = _dotenv_entries()
-    toml = _read_toml()
+    dotenv = dotenv_entries()
+    toml = read_toml()
     rows = []
     for name in Settings.model_fields:
-        variable = (PREFIX + name).upper()
+        variable = variable_of(name)
         if variable in environment:
             source = f"environment {variable}"
         elif name in dotenv:
             source = ".env"
         elif name in toml:
-            source = f"file {os.environ[CONFIG_VARIABLE]}"
+            source = f"file {toml_path()}"
         else:
             source = "default"
         rows.append(Explained(name, _shown(name, getattr(settings, name)), source))
@@ -195,63 +210,6 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, ByteSize):
         return value.human_readable()
     return "not set" if value is None else str(value)
-
-
-class _DotEnvSource(PydanticBaseSettingsSource):
-    """Our own keys of `.env`; other programs' keys in that file are none of our business."""
-
-    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002 - fixed signature
-        return _dotenv_entries().get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return dict(_dotenv_entries())
-
-
-class _TomlSource(PydanticBaseSettingsSource):
-    """The file that `LORA_WORKER_CONFIG` names; an unknown key in it stops the start."""
-
-    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002 - fixed signature
-        return _read_toml().get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return _read_toml()
-
-
-def _dotenv_entries() -> dict[str, str]:
-    entries = dotenv_values(".env")
-    return {
-        key[len(PREFIX) :].lower(): value
-        for key, value in entries.items()
-        if key.upper().startswith(PREFIX) and key.upper() != CONFIG_VARIABLE and value is not None
-    }
-
-
-def _read_toml() -> dict[str, Any]:
-    path = os.environ.get(CONFIG_VARIABLE) or dotenv_values(".env").get(CONFIG_VARIABLE)
-    if not path:
-        return {}
-    try:
-        with Path(path).open("rb") as file:
-            return tomllib.load(file)
-    except FileNotFoundError:
-        raise SettingsError(f"{CONFIG_VARIABLE} names {path}, which does not exist; name a TOML file") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"the settings file {path} cannot be read as TOML: {error}") from None
-
-
-def _refuse_unknown_variables() -> None:
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}
-    for variable in sorted(key.upper() for key in os.environ):
-        if variable.startswith(PREFIX) and variable not in known:
-            raise SettingsError(f"the environment variable {variable} is no setting of lora-worker{_nearest(variable)}")
-
-
-def _nearest(name: str) -> str:
-    known = [PREFIX + field.upper() for field in Settings.model_fields]
-    if not name.startswith(PREFIX):
-        known = list(Settings.model_fields)
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {matches[0]}?" if matches else "; `lora-worker settings` lists the settings"
 
 
 def _as_list(value: Any) -> Any:
@@ -280,11 +238,11 @@ def _sentence(error: ValidationError, given: dict[str, Any]) -> str:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"{name} is no setting of lora-worker{_nearest(name)}"
+        return f"{name} is no setting of lora-worker{nearest(name, Settings.model_fields)}"
     message = first["msg"].removeprefix("Value error, ")
     if not name:
         return message
     field = str(first["loc"][0])
-    where = "" if field in given or (PREFIX + field).upper() not in os.environ else f" ({(PREFIX + field).upper()})"
+    where = "" if field in given or variable_of(field) not in os.environ else f" ({variable_of(field)})"
     value = mask_url(str(first["input"])) if field == "redis_url" else str(first["input"])
     return f"the setting {name}{where} has the wrong value {value[:200]!r}: {message}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from celery import shared_task
 
+from lora_worker.fleet.task import LoraTask
 from lora_worker.messages import (
     LIST_LORA_ADAPTERS,
     LOAD_LORA_ADAPTER,
@@ -13,7 +14,6 @@ from lora_worker.messages import (
     UNLOAD_LORA_ADAPTER,
     UNPIN_LORA_ADAPTER,
 )
-from lora_worker.tasks.base import LoraTask
 
 
 @shared_task(name=LOAD_LORA_ADAPTER, base=LoraTask, bind=True)

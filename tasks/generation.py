@@ -6,15 +6,9 @@ from typing import Any
 
 from celery import shared_task
 
-from lora_worker.fleet.engine_pool import finished_answer
+from lora_worker.fleet.task import EngineTask
+from lora_worker.fleet.task_row import finished_answer
 from lora_worker.messages import GENERATE
-from lora_worker.tasks.base import LoraTask
-
-
-class EngineTask(LoraTask):
-    """The pool gives its message to the engine and runs the body when the answer is there."""
-
-    runs_in_engine = True
 
 
 @shared_task(name=GENERATE, base=EngineTask, bind=True)

@@ -11,7 +11,7 @@ import torch
 from support.tiny_models import save_adapter, save_model
 from transformers.utils.logging import disable_progress_bar
 
-from lora_worker.settings import PREFIX
+from lora_worker.settings_sources import PREFIX
 
 # Two cores serve the tests; more threads than that only wait for each other.
 torch.set_num_threads(2)

@@ -46,7 +46,7 @@ WITHOUT_EFFECT = {
     "qalora_group_size",
     "init_lora_weights",
 }
-# Initialisations that leave the base model as it is. The others (PiSSA, OLoRA, CorDA, LoftQ, ...) subtract from the base.
+# Initialisations that leave the base model as it is; the others (PiSSA, OLoRA, CorDA, LoftQ, ...) subtract from it.
 HARMLESS_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 REQUIRED = ("r", "target_modules")
 
@@ -59,7 +59,9 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InvalidAdapterError(f"{file} of the adapter {name!r} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
-        raise InvalidAdapterError(f"{file} of the adapter {name!r} is no JSON object; PEFT's save_pretrained writes one")
+        raise InvalidAdapterError(
+            f"{file} of the adapter {name!r} is no JSON object; PEFT's save_pretrained writes one"
+        )
     if config.get("peft_type") != "LORA":
         raise InvalidAdapterError(
             f"the adapter {name!r} has peft_type {config.get('peft_type')!r} in {file}; only 'LORA' is served"
@@ -93,8 +95,8 @@ def _check_initialisation(name: str, config: dict[str, Any]) -> None:
     initialisation = config.get("init_lora_weights", True)
     if initialisation not in HARMLESS_INITIALISATIONS:
         raise InvalidAdapterError(
-            f"the adapter {name!r} was initialised with {initialisation!r}, which changes the base model's weights, so it "
-            f"is wrong on the original base; convert it with PEFT's "
+            f"the adapter {name!r} was initialised with {initialisation!r}, which changes the base model's weights, so "
+            f"it is wrong on the original base; convert it with PEFT's "
             f"save_pretrained(path_initial_model_for_weight_conversion=...) and load the result"
         )
 

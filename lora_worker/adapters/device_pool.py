@@ -34,9 +34,7 @@ class DevicePool:
     An adapter is held by every running row that uses it; a held or pinned adapter is never a victim.
     """
 
-    def __init__(
-        self, layers: Mapping[str, LoraLinear], policy: EvictionPolicy, *, slots: int, max_rank: int
-    ) -> None:
+    def __init__(self, layers: Mapping[str, LoraLinear], policy: EvictionPolicy, *, slots: int, max_rank: int) -> None:
         self._layers = layers
         self._policy = policy
         self._residents: dict[str, _Resident] = {}

@@ -90,14 +90,14 @@ class AdapterManager:
         """Keep the adapter resident from now on; refused where no slot would stay unpinned."""
         reference = self.registry.get(name)
         self._check_pin(name, reference.digest)
-        self.registry.set_pinned(name, True)
+        self.registry.set_pinned(name, pinned=True)
         self._update_pins()
 
     def unpin(self, name: str) -> bool:
         """Returns whether the adapter was pinned."""
         was_pinned = name in self.registry and self.registry.get(name).pinned
         if was_pinned:
-            self.registry.set_pinned(name, False)
+            self.registry.set_pinned(name, pinned=False)
             self._update_pins()
         return was_pinned
 
@@ -120,7 +120,9 @@ class AdapterManager:
     def prepare_pinned(self) -> bool:
         """Bring pinned adapters into their slots, before any row asks; returns whether all are there."""
         waiting = [r for r in self.registry if r.pinned and r.digest not in self.pool]
-        return all([self.prepare(reference) is Readiness.READY for reference in waiting])
+        # Each of them is prepared, also where an earlier one is not ready.
+        found = [self.prepare(reference) for reference in waiting]
+        return all(readiness is Readiness.READY for readiness in found)
 
     def hold(self, digest: str) -> int:
         """A row starts; returns the adapter's slot."""

@@ -134,6 +134,7 @@ class AdapterPlanner:
         except (ValueError, TypeError, KeyError, NotImplementedError) as error:
             raise InvalidAdapterError(f"PEFT cannot place the adapter {name!r} on this base model: {error}") from None
         placements = {}
+        module: Any
         for path, module in skeleton.named_modules():
             if not hasattr(module, "lora_A") or not hasattr(module, "scaling"):
                 continue
@@ -142,8 +143,8 @@ class AdapterPlanner:
                     f"the adapter {name!r} targets {path}, which this worker gives no LoRA; "
                     f"it serves {self._targets_served()}"
                 )
-            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-            placements[path] = Placement(module.r["default"], module.scaling["default"], a.shape[1], b.shape[0])
+            (rank, in_features), out_features = _shape_of_pair(module)
+            placements[path] = Placement(rank, module.scaling["default"], in_features, out_features)
         if not placements:
             raise InvalidAdapterError(f"target_modules of the adapter {name!r} match no module of this base model")
         self._check_ranks(name, placements)
@@ -185,6 +186,13 @@ class AdapterPlanner:
         if dtypes != [wanted]:
             found.append(f"weights are cast from {', '.join(dtypes)} to {wanted}")
         return found
+
+
+def _shape_of_pair(module: PeftLoraLinear) -> tuple[torch.Size, int]:
+    a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+    assert isinstance(a, torch.Tensor)
+    assert isinstance(b, torch.Tensor)
+    return a.shape, b.shape[0]
 
 
 def _read_tensors(name: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -239,4 +247,3 @@ def _match(
             f"(first: {first}); nothing of an adapter is dropped in silence"
         )
     return matched
-

@@ -51,7 +51,7 @@ class AdapterRegistry:
     def remove(self, name: str) -> AdapterReference | None:
         return self._references.pop(name, None)
 
-    def set_pinned(self, name: str, pinned: bool) -> None:  # noqa: FBT001 - a plain setter
+    def set_pinned(self, name: str, *, pinned: bool) -> None:
         self._references[name] = replace(self._references[name], pinned=pinned)
 
     def loaded(self) -> dict[str, str]:

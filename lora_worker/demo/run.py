@@ -23,7 +23,7 @@ from lora_worker.client import Client
 from lora_worker.demo.model import find_gguf, prepare_model
 from lora_worker.embedded import EmbeddedServer, find_server
 from lora_worker.errors import DemoError
-from lora_worker.settings import PREFIX
+from lora_worker.settings_sources import PREFIX
 
 ADAPTERS = Path(__file__).parent / "adapters"
 NAMES = (None, "pirate", "json", "sentiment")
@@ -154,9 +154,7 @@ def _show(asked: list[Asked], answers: list[dict[str, Any]], console: Console) -
     console.print(table)
 
 
-def _show_figures(
-    answers: list[dict[str, Any]], seconds: float, stats: dict[str, Any], console: Console
-) -> None:
+def _show_figures(answers: list[dict[str, Any]], seconds: float, stats: dict[str, Any], console: Console) -> None:
     tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
     console.print(
         f"{len(answers)} requests through Redis in {seconds:.1f} s: {tokens} tokens, {tokens / seconds:.0f} tokens/s."

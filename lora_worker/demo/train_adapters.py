@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -25,7 +26,7 @@ ADAPTERS = {
 }
 
 
-def encode(tokenizer, example: Example) -> tuple[list[int], list[int]]:
+def encode(tokenizer: Any, example: Example) -> tuple[list[int], list[int]]:
     """Token ids of prompt and answer in the chat form, and labels that are -100 (no loss) on the prompt."""
     messages = [{"role": "user", "content": example.prompt}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -49,9 +50,9 @@ def train(name: str, out: Path) -> None:
     order = random.Random(SEED)
     folder = prepare_model()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=target_modules, task_type="CAUSAL_LM")
-    model = get_peft_model(model, config)
+    model = get_peft_model(base, config)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=LEARNING_RATE)
     rows = [encode(tokenizer, example) for example in make_examples()]
     for step in range(STEPS):
@@ -67,7 +68,7 @@ def train(name: str, out: Path) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
     # The folder of the machine that trained says nothing to anybody else.
     model.peft_config["default"].base_model_name_or_path = FOLDER_NAME
-    model.save_pretrained(out / name)
+    model.save_pretrained(str(out / name))
     (out / name / "README.md").unlink(missing_ok=True)
 
 

@@ -38,7 +38,7 @@ class Built(NamedTuple):
 
 
 def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Built:
-    """Raises UnsupportedModelError or SettingsError with one sentence; `post` runs a function on the engine's thread."""
+    """Raises UnsupportedModelError or SettingsError with one sentence; `post` runs a function on the engine thread."""
     loaded = load_model(settings)
     model, attention = loaded.model, loaded.attention
     # PEFT places adapters on the model as transformers made it, so its configuration is what the planner needs.
@@ -54,9 +54,7 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
     attention.set_blocks(blocks.count)
     adapters = AdapterManager(
         AdapterRegistry(settings.base_name),
-        HostCache(
-            LruPolicy(), max_adapters=settings.max_loaded_loras, max_bytes=int(settings.max_loaded_lora_bytes)
-        ),
+        HostCache(LruPolicy(), max_adapters=settings.max_loaded_loras, max_bytes=int(settings.max_loaded_lora_bytes)),
         pool,
         AdapterPlanner(model.config, targetable=set(layers), max_rank=settings.max_lora_rank, dtype=model.dtype),
         post=post,
@@ -83,10 +81,9 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
 def _cache_size(settings: Settings, loaded: LoadedModel) -> tuple[int, int]:
     """Tokens the KV cache holds, and tokens one row may have; one full row always fits."""
     device = loaded.model.device
+    room = CPU_CACHE_BYTES
     if device.type == "cuda":
         room = int(torch.cuda.mem_get_info(device)[0] * CUDA_CACHE_SHARE)
-    else:
-        room = CPU_CACHE_BYTES
     wanted = settings.running_limit(device.type) * loaded.max_model_len
     total = settings.max_total_tokens or min(wanted, room // loaded.attention.bytes_per_token)
     if total >= loaded.max_model_len:

@@ -94,7 +94,7 @@ class EngineCore:
             logits, [sequence.request_id for sequence in sampling], [sequence.params for sequence in sampling]
         )
         for chunk in chunks:
-            chunk.sequence.computed += chunk.count
+            chunk.sequence.computed += chunk.length
         for sequence, token, is_broken in zip(sampling, *sampled, strict=True):
             self._update(sequence, token, is_broken=is_broken)
         self.steps += 1

@@ -7,21 +7,20 @@ second thread, reading adapters on others, so a step is never held up by them.
 from __future__ import annotations
 
 import logging
-import queue
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from lora_worker.adapters.reference import check_name
 from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
 from lora_worker.engine.building import build
 from lora_worker.engine.requests import RequestReader, ResponseWriter, RowOptions
 from lora_worker.engine.sequence import Finished
+from lora_worker.engine.thread import EngineThread, Inbox
 from lora_worker.errors import (
     AdapterTimeoutError,
     EngineStoppedError,
@@ -33,13 +32,10 @@ from lora_worker.settings import LoraPath, Settings
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 # Called on any thread: the response of a finished row, or its error raised.
 Outcome = Callable[[], dict[str, Any]]
 
-# While rows wait for a read or for time to pass, the engine looks again this often.
-IDLE_LOOK_SECONDS = 0.05
+PINNED_LOOK_SECONDS = 0.05
 INFO_TIMEOUT_SECONDS = 1.0
 
 
@@ -52,8 +48,8 @@ class Engine:
 
     def __init__(self, settings: Settings, *, worker_name: str | None = None) -> None:
         self.settings = settings
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        built = build(settings, self._inbox.put)
+        inbox = Inbox()
+        built = build(settings, inbox.put)
         self._core = built.core
         self._loaded = built.loaded
         self._reader = RequestReader(
@@ -70,8 +66,7 @@ class Engine:
         self._tokenizing = ThreadPoolExecutor(1, "engine-tokenizer")
         self._is_closing = False
         self._last_info: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread(self._core, inbox)
         try:
             self._load_configured()
         except BaseException:
@@ -142,7 +137,7 @@ class Engine:
         """Take a row out wherever it is; its outcome raises RequestWithdrawnError. Nothing happens if it has ended."""
         # By way of the tokenizer, so that a row that is just being read is found.
         try:
-            self._tokenizing.submit(self._inbox.put, lambda: self._core.cancel(request_id))
+            self._tokenizing.submit(self._thread.post, lambda: self._core.cancel(request_id))
         except RuntimeError:
             return
 
@@ -157,9 +152,10 @@ class Engine:
         replace: bool = False,
         within_roots: bool = False,
     ) -> dict[str, Any]:
-        """Read, check and register an adapter, beside what runs; returns `{success, lora_name, report, loaded_adapters}`.
+        """Read, check and register an adapter, beside what runs.
 
-        `within_roots` binds the path to `adapter_roots`, as a task's is.
+        Returns `{success, lora_name, report, loaded_adapters}`. `within_roots` binds the path to `adapter_roots`, as
+        a task's is.
         """
         check_name(lora_name)
         roots = self.settings.adapter_roots
@@ -168,7 +164,7 @@ class Engine:
         else:
             folder = resolve_operator_path(lora_name, lora_path, roots)
         loaded = self._core.adapters.planner.load(lora_name, folder)
-        self._call(lambda: self._core.adapters.register(loaded, pinned=pinned, replace=replace))
+        self._thread.call(lambda: self._core.adapters.register(loaded, pinned=pinned, replace=replace))
         return {
             "success": True,
             "lora_name": lora_name,
@@ -192,7 +188,7 @@ class Engine:
                 self._core.fail_waiting({lora_name}, error)
             return removed is not None, self._core.drained(lora_name)
 
-        was_loaded, drained = self._call(unload)
+        was_loaded, drained = self._thread.call(unload)
         try:
             drained.result(timeout_seconds)
         except TimeoutError:
@@ -205,18 +201,18 @@ class Engine:
 
     def pin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
         """Keep the adapter in a slot; AdapterConflictError where no slot would stay unpinned."""
-        self._call(lambda: self._core.adapters.pin(lora_name))
+        self._thread.call(lambda: self._core.adapters.pin(lora_name))
         return {"success": True, "loaded_adapters": self.loaded_adapters()}
 
     def unpin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
         """Let the adapter be evicted again; succeeds, and says so, where it wasn't pinned."""
-        was_pinned = self._call(lambda: self._core.adapters.unpin(lora_name))
+        was_pinned = self._thread.call(lambda: self._core.adapters.unpin(lora_name))
         result: dict[str, Any] = {"success": True, "loaded_adapters": self.loaded_adapters()}
         return result if was_pinned else result | {"message": f"the adapter {lora_name!r} was not pinned"}
 
     def list_lora_adapters(self) -> dict[str, Any]:
         """Per adapter: source, digest, rank, bytes, pinned, and where its weights are on this worker."""
-        status = self._call(self._core.adapters.status)
+        status = self._thread.call(self._core.adapters.status)
         for adapter in status.values():
             adapter["workers"] = {self.worker_name: adapter.pop("here")}
         return status
@@ -230,14 +226,14 @@ class Engine:
     def info(self) -> dict[str, Any]:
         """Pool, rows and counters; while a long step runs, those of the last time it was asked."""
         try:
-            self._last_info = self._call(self._make_info, timeout_seconds=INFO_TIMEOUT_SECONDS)
+            self._last_info = self._thread.call(self._make_info, timeout_seconds=INFO_TIMEOUT_SECONDS)
         except (TimeoutError, EngineStoppedError):
             logger.debug("The engine is busy; the figures are those of the last time.")
         return self._last_info
 
     def check_integrity(self) -> None:
         """Raise AssertionError where a count of rows, blocks or slots has drifted."""
-        self._call(self._core.check_integrity)
+        self._thread.call(self._core.check_integrity)
 
     def close(self) -> None:
         """Stop; rows that have not ended fail with EngineStoppedError."""
@@ -245,8 +241,7 @@ class Engine:
             return
         self._is_closing = True
         self._tokenizing.shutdown(wait=True)
-        self._inbox.put(self._fail_all)
-        self._thread.join()
+        self._thread.close()
         self._core.adapters.close()
         self._loaded.attention.close()
 
@@ -255,8 +250,8 @@ class Engine:
     def _load_configured(self) -> None:
         for entry in self.settings.lora_paths:
             self._load_entry(entry)
-        while not self._call(self._core.adapters.prepare_pinned):
-            time.sleep(IDLE_LOOK_SECONDS)
+        while not self._thread.call(self._core.adapters.prepare_pinned):
+            time.sleep(PINNED_LOOK_SECONDS)
 
     def _load_entry(self, entry: LoraPath) -> None:
         try:
@@ -275,56 +270,12 @@ class Engine:
             logger.exception("Reading the request %s failed.", options.request_id)
             done(_raiser(GenerationError(f"the request could not be read: {type(error).__name__}")))
         else:
-            self._inbox.put(lambda: self._core.add(sequence))
+            self._thread.post(lambda: self._core.add(sequence))
 
     def _respond(self, end: Finished, *, is_chat: bool) -> dict[str, Any]:
         if end.error is not None:
             raise end.error
         return self._writer.write(end, is_chat=is_chat)
-
-    def _call(self, function: Callable[[], T], timeout_seconds: float | None = None) -> T:
-        """Run a function on the engine's thread and return what it returns."""
-        if self._is_closing:
-            raise EngineStoppedError("the engine has stopped")
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._inbox.put(run)
-        return future.result(timeout_seconds)
-
-    def _run(self) -> None:
-        progressed = True
-        while not (self._is_closing and self._inbox.empty()):
-            self._take_inbox(wait=not (progressed and self._core.has_rows))
-            try:
-                progressed = self._core.step()
-            except Exception as error:
-                logger.exception("A step failed; the rows that ran are failed, the others go on.")
-                self._fail_running(error)
-
-    def _take_inbox(self, *, wait: bool) -> None:
-        try:
-            # With no rows at all nothing can happen until something is posted.
-            timeout = IDLE_LOOK_SECONDS if self._core.has_rows else None
-            action = self._inbox.get(timeout=timeout) if wait else self._inbox.get_nowait()
-            while True:
-                action()
-                action = self._inbox.get_nowait()
-        except queue.Empty:
-            return
-
-    def _fail_running(self, error: Exception) -> None:
-        for sequence in list(self._core.scheduler.running):
-            self._core.fail(sequence, GenerationError(f"a step failed with {type(error).__name__}: {str(error)[:200]}"))
-
-    def _fail_all(self) -> None:
-        for sequence in self._core.rows:
-            self._core.fail(sequence, EngineStoppedError("the engine was stopped before the request had ended"))
 
     def _make_info(self) -> dict[str, Any]:
         scheduler = self._core.scheduler

@@ -29,16 +29,16 @@ class ModelRunner:
 
         `chunks` are ordered by slot, base first; `rank` is the greatest rank among the adapters in them.
         """
-        ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.count]]
-        positions = [p for c in chunks for p in range(c.start, c.start + c.count)]
+        ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.length]]
+        positions = [p for c in chunks for p in range(c.start, c.start + c.length)]
         self._attention.step = AttentionStep(
-            [AttentionRow(c.start, c.count, c.sequence.blocks) for c in chunks],
+            [AttentionRow(c.start, c.length, c.sequence.blocks) for c in chunks],
             block_size=self._attention.block_size,
             device=self._device,
         )
         self._lora.batch = self._lora_batch(chunks, rank)
         try:
-            logits = self._model(
+            logits: torch.Tensor = self._model(
                 input_ids=torch.tensor([ids], device=self._device),
                 position_ids=torch.tensor([positions], device=self._device),
                 logits_to_keep=torch.tensor(_last_places(chunks), dtype=torch.long, device=self._device),
@@ -56,7 +56,7 @@ class ModelRunner:
         segments: list[Segment] = []
         place = 0
         for chunk in chunks:
-            slot, end = chunk.sequence.slot, place + chunk.count
+            slot, end = chunk.sequence.slot, place + chunk.length
             if segments and segments[-1].slot == slot:
                 segments[-1] = segments[-1]._replace(end=end)
             elif slot != BASE_SLOT:
@@ -69,7 +69,7 @@ def _last_places(chunks: Rows[Chunk]) -> list[int]:
     """Where in the step the last token of each sampling chunk stands."""
     places, place = [], 0
     for chunk in chunks:
-        place += chunk.count
+        place += chunk.length
         if chunk.samples:
             places.append(place - 1)
     return places

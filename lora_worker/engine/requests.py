@@ -77,7 +77,7 @@ class RequestReader:
             beyond = [token for token in ids if token >= self._vocabulary]
             if beyond:
                 raise InvalidRequestError(
-                    f"the prompt holds the token id {beyond[0]}, but the model's vocabulary has {self._vocabulary} tokens"
+                    f"the prompt holds the token id {beyond[0]}, but the model has {self._vocabulary} tokens, from 0"
                 )
         elif self._tokenizer is None:
             raise InvalidRequestError("the served model has no tokenizer; give the prompt as a list of token ids")
@@ -98,7 +98,8 @@ class RequestReader:
         except TemplateError as error:
             raise InvalidRequestError(f"the model's chat template refuses the messages: {error}") from None
         # The template writes the special tokens itself.
-        return tokenizer.encode(str(text), add_special_tokens=False)
+        ids: list[int] = tokenizer.encode(str(text), add_special_tokens=False)
+        return ids
 
     def _max_tokens(self, request: GenerateRequest, prompt_tokens: int) -> int:
         left = self._max_model_len - prompt_tokens

@@ -20,15 +20,16 @@ from lora_worker.engine.sequence import Sequence
 
 
 class Chunk(NamedTuple):
-    """The tokens [start, start + count) of a row, computed in this step; `samples` where the last of them is the row's."""
+    """The tokens [start, start + length) of a row that a step computes."""
 
     sequence: Sequence
     start: int
-    count: int
+    length: int
 
     @property
     def samples(self) -> bool:
-        return self.start + self.count == len(self.sequence.tokens)
+        """Whether the row's last token is among them, so that its next one is drawn."""
+        return self.start + self.length == len(self.sequence.tokens)
 
 
 class Scheduler:

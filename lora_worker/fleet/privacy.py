@@ -43,18 +43,19 @@ class HideResults(logging.Filter):
         return True
 
 
+_WITHOUT_BODY = {
+    UNKNOWN_TASK_ERROR: "Received a task of a name that this worker does not serve, and discarded it: %s",
+    INVALID_TASK_ERROR: "Received a task message that is not well formed, and discarded it: %s",
+    MESSAGE_DECODE_ERROR: "Received a message that cannot be decoded, and discarded it: %r",
+    UNKNOWN_FORMAT: "Received a message of unknown form, and discarded it.",
+}
+
+
 class HideBodies(logging.Filter):
     """Celery prints the whole body of a message that is no task it knows; the reason alone must do."""
 
-    _SENTENCES = {
-        UNKNOWN_TASK_ERROR: "Received a task of a name that this worker does not serve, and discarded it: %s",
-        INVALID_TASK_ERROR: "Received a task message that is not well formed, and discarded it: %s",
-        MESSAGE_DECODE_ERROR: "Received a message that cannot be decoded, and discarded it: %r",
-        UNKNOWN_FORMAT: "Received a message of unknown form, and discarded it.",
-    }
-
     def filter(self, record: logging.LogRecord) -> bool:
-        sentence = self._SENTENCES.get(str(record.msg))
+        sentence = _WITHOUT_BODY.get(str(record.msg))
         if sentence is not None:
             args = record.args if isinstance(record.args, tuple) else ()
             record.msg, record.args = sentence, args[: sentence.count("%")]

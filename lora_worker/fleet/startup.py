@@ -9,8 +9,8 @@ from kombu.transport import TRANSPORT_ALIASES
 
 from lora_worker.errors import LoraWorkerError, SettingsError
 from lora_worker.fleet.configuration import POOL
-from lora_worker.fleet.engine_pool import run_seconds
 from lora_worker.fleet.privacy import hide_from_logs
+from lora_worker.fleet.task_row import run_seconds
 from lora_worker.settings import Settings
 
 TRANSPORT = "lora_worker.fleet.transport:Transport"

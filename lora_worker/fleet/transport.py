@@ -12,7 +12,7 @@ from typing import Any
 from kombu.transport import redis
 
 
-class Channel(redis.Channel):  # type: ignore[misc] # kombu has no types
+class Channel(redis.Channel):
     """A channel that says so when its connection is closed."""
 
     def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002 - kombu's own signature
@@ -22,7 +22,7 @@ class Channel(redis.Channel):  # type: ignore[misc] # kombu has no types
         return parameters
 
 
-class Transport(redis.Transport):  # type: ignore[misc] # kombu has no types
+class Transport(redis.Transport):
     """The worker's transport; clients use kombu's own."""
 
     Channel = Channel

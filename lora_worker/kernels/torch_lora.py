@@ -47,7 +47,7 @@ class LoraBatch(NamedTuple):
 
 
 def make_lora_batch(segments: list[Segment], *, rank: int, device: torch.device) -> LoraBatch | None:
-    """Plan a step; None where no token has an adapter. `segments` are in the order of their tokens and of their slots."""
+    """Plan a step; None where no token has an adapter. `segments` are in the order of tokens and slots alike."""
     if not segments:
         return None
     longest = max(segment.length for segment in segments)

@@ -27,9 +27,10 @@ def inject_lora(model: PreTrainedModel, target_modules: list[str]) -> tuple[dict
         layers[path] = layer
     unmatched = [t for t in target_modules if t != "all-linear" and not any(_is_target(path, [t]) for path in layers)]
     if unmatched:
+        known = ", ".join(sorted({path.rpartition(".")[2] for path in layers}))
         raise SettingsError(
             f"lora_target_modules names {', '.join(unmatched)}, but the base model has no such linear module; "
-            f"leave it at all-linear, or name modules such as {', '.join(sorted({p.rpartition('.')[2] for p in layers}))}"
+            f"leave it at all-linear, or name modules such as {known}"
         )
     return layers, step
 

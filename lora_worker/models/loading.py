@@ -64,7 +64,8 @@ def load_model(settings: Settings) -> LoadedModel:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         attention.close()
         raise UnsupportedModelError(f"transformers cannot load the model {folder}: {error}") from None
-    model = model.to(device).eval().requires_grad_(False)
+    model.to(device)  # type: ignore[arg-type] # transformers wraps torch's method and loses its types
+    model.eval().requires_grad_(requires_grad=False)
     _probe(model, attention)
     limit = _position_limit(model)
     if settings.max_model_len is not None and settings.max_model_len > limit:
@@ -121,8 +122,8 @@ def _probe(model: PreTrainedModel, attention: BlockCacheAttention) -> None:
     layers = model.config.get_text_config().num_hidden_layers
     if attention.calls != layers:
         raise UnsupportedModelError(
-            f"{name} called this engine's attention {attention.calls} times for {layers} layers, so its attention is of "
-            f"a kind that cannot be served exactly"
+            f"{name} called this engine's attention {attention.calls} times for {layers} layers, so its attention is "
+            f"of a kind that cannot be served exactly"
         )
     attention.step = None
     model.set_attn_implementation("eager")
@@ -131,6 +132,6 @@ def _probe(model: PreTrainedModel, attention: BlockCacheAttention) -> None:
     difference = ((ours - theirs.double()).norm() / theirs.double().norm()).item()
     if not difference <= PROBE_TOLERANCE[model.dtype]:
         raise UnsupportedModelError(
-            f"{name} gives logits that differ by {difference:.2%} between this engine's attention and transformers' own, "
+            f"{name} gives logits that differ by {difference:.2%} between this engine's attention and transformers', "
             f"so it cannot be served exactly"
         )

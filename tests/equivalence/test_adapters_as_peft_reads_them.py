@@ -107,7 +107,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "another-type": (change_config(peft_type="IA3"), ["IA3", "LORA", "adapter_config.json"]),
     "no-rank": (change_config(r="REMOVED"), ["'r'", "adapter_config.json"]),
-    "no-json": (lambda folder: (folder / "adapter_config.json").write_text("{"), ["adapter_config.json", "JSON"]),  # type: ignore[dict-item, return-value]
+    "no-json": (lambda folder: (folder / "adapter_config.json").write_text("{"), ["adapter_config.json", "JSON"]),  # type: ignore[dict-item]
     "dora": (change_config(use_dora=True), ["use_dora"]),
     "bias": (change_config(bias="all"), ["bias", "all"]),
     "lora-bias": (change_config(lora_bias=True), ["lora_bias"]),
@@ -119,10 +119,10 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "no-match": (change_config(target_modules=["query_key_value"]), ["query_key_value"]),
     "output-layer": (change_config(target_modules=["lm_head"]), ["lm_head", "q_proj"]),
     "wide": (change_config(r=65), ["rank 65", "max_lora_rank 64"]),
-    "missing-tensor": (change_tensors(lambda tensors: tensors.pop(KEY)), [KEY]),  # type: ignore[arg-type, return-value]
+    "missing-tensor": (change_tensors(lambda tensors: tensors.pop(KEY)), [KEY]),  # type: ignore[arg-type]
     "extra-tensor": (change_tensors(lambda t: t.update(stranger=torch.ones(1))), ["1 tensors", "stranger"]),
     "other-shape": (change_tensors(lambda t: t.update({KEY: torch.ones(4, 31)})), [KEY, "[4, 31]", "[4, 32]"]),
-    "nan": (change_tensors(lambda t: t[KEY][0, 0].fill_(float("nan"))), ["NaN", "layers.0.self_attn.q_proj"]),  # type: ignore[arg-type, return-value]
+    "nan": (change_tensors(lambda t: t[KEY][0, 0].fill_(float("nan"))), ["NaN", "layers.0.self_attn.q_proj"]),  # type: ignore[arg-type]
     "integers": (change_tensors(lambda t: t.update({KEY: torch.ones(4, 32).int()})), [KEY, "int32"]),
     "no-weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), ["adapter_model.safetensors"]),
     "code": (replace_by_pickle, ["adapter_model.bin", "more than tensors"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,10 +57,10 @@ def make_cases(oracle: Oracle, *, count: int, seed: int) -> list[Case]:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tiny_model: Any, tiny_adapters: Any) -> Iterator[Family]:
+def family(request: pytest.FixtureRequest, tiny_model: Any, tiny_adapters: Any) -> Family:
     folder, adapters = tiny_model(request.param), tiny_adapters(request.param)
     oracle = Oracle(folder, adapters)
-    yield Family(request.param, folder, adapters, oracle, make_cases(oracle, count=20, seed=7))
+    return Family(request.param, folder, adapters, oracle, make_cases(oracle, count=20, seed=7))
 
 
 def expect(case: Case, response: Any) -> None:
@@ -132,4 +131,5 @@ def test_long_rows_in_float64(family: Family) -> None:
     with Engine(settings) as engine:
         for tokens, response in zip(expected, engine.generate(bodies), strict=True):
             visible = [token for token in tokens if token != EOS]
+            assert isinstance(response, dict)
             assert ids_of(response["choices"][0]["text"]) == visible

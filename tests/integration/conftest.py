@@ -15,7 +15,7 @@ from support.worker_process import WorkerProcess
 
 from lora_worker.client import Client
 from lora_worker.embedded import EmbeddedServer
-from lora_worker.settings import PREFIX
+from lora_worker.settings_sources import PREFIX
 
 ADAPTERS = [f"adapter-{i}" for i in range(6)]
 # Room for rows that run until they are stopped.

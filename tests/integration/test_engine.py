@@ -189,9 +189,7 @@ def test_an_evicted_adapter_is_read_again_and_a_changed_folder_is_noticed(
     assert first[0]["choices"] == second[0]["choices"]  # type: ignore[index]
     engine.generate([{**body, "model": "other"}])
     save_adapter(base, changing, seed=51, r=2, target_modules=["q_proj"])
-    failed, other = engine.generate(
-        [{**body, "model": "changing"}, {**body, "model": "other"}], return_exceptions=True
-    )
+    failed, other = engine.generate([{**body, "model": "changing"}, {**body, "model": "other"}], return_exceptions=True)
     assert isinstance(failed, errors.InvalidAdapterError)
     assert "have changed" in str(failed)
     assert isinstance(other, dict)
@@ -210,9 +208,7 @@ def test_generate_returns_in_order_and_raises_the_first_error(make_engine: Calla
     assert isinstance(third, dict)
 
 
-def test_stop_strings_end_the_text_before_their_first_character(
-    make_engine: Callable[..., Engine], tiny_model: Callable[[str], Path]
-) -> None:
+def test_stop_strings_end_the_text_before_their_first_character(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     body = {"prompt": "w1 w2", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     (whole,) = engine.generate([body])
@@ -228,9 +224,9 @@ def test_stop_strings_end_the_text_before_their_first_character(
         assert choice["finish_reason"] == ("stop" if stop in text else "length")
 
 
-def test_a_chat_is_the_template_filled_in(make_engine: Callable[..., Engine], tiny_model: Any) -> None:
+def test_a_chat_is_the_template_filled_in(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
-    # The tiny template writes role and content; neither role is a word of the tiny vocabulary, so it is unknown there.
+    # The tiny template writes role and content, and any word may be a role.
     messages = [{"role": "w7", "content": "w8 w9"}]
     chat, completion = engine.generate(
         [

@@ -24,9 +24,7 @@ def own_server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def own_worker(
-    own_server: EmbeddedServer, worker_settings: dict[str, Any], tmp_path: Path
-) -> Iterator[WorkerProcess]:
+def own_worker(own_server: EmbeddedServer, worker_settings: dict[str, Any], tmp_path: Path) -> Iterator[WorkerProcess]:
     with WorkerProcess(own_server, tmp_path, {**worker_settings, "max_running_requests": 2}) as process:
         process.wait_until_ready()
         yield process
@@ -35,7 +33,7 @@ def own_worker(
 def messages_of(server: EmbeddedServer) -> int:
     """Generate messages that some worker can still take."""
     with Redis(port=server.port) as connection:
-        return int(connection.llen("lora"))  # type: ignore[arg-type]
+        return int(connection.llen("lora"))
 
 
 def test_redis_away_at_the_start_is_said_and_waited_for(

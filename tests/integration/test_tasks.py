@@ -36,11 +36,10 @@ def load_all(client: Client) -> None:
 def stop(client: Client, *results: Any) -> None:
     for result in results:
         client.app.control.revoke(result.id, terminate=True)
-    for result in results:
-        wait_for(lambda r=result: r.state == "REVOKED", "the row is revoked")
+    wait_for(lambda: all(result.state == "REVOKED" for result in results), "the rows are revoked")
 
 
-def test_an_adapter_is_loaded_used_listed_pinned_and_unloaded(worker: WorkerProcess, client: Client) -> None:
+def test_an_adapter_is_loaded_used_listed_pinned_and_unloaded(client: Client) -> None:
     name = ADAPTERS[0]
     loaded = client.load_lora_adapter(name, name).get(timeout=SECONDS)
     assert loaded["success"]
@@ -108,7 +107,7 @@ def test_three_hundred_rows_over_six_adapters_and_the_base_equal_their_solo_answ
             assert answer["usage"] == solo["usage"]
 
 
-def test_a_plain_celery_app_gets_answers_and_errors(client: Client, worker: WorkerProcess) -> None:
+def test_a_plain_celery_app_gets_answers_and_errors(worker: WorkerProcess) -> None:
     app = Celery("somebody-else", broker=worker.server.url, backend=worker.server.url)
     messages = [{"role": "user", "content": "w1 w2"}]
     kwargs = {"messages": messages, "max_tokens": 3, "temperature": 0}
@@ -146,9 +145,7 @@ def test_a_bad_request_fails_alone_with_one_sentence(
     assert good.get(timeout=SECONDS)["usage"]["completion_tokens"] > 0
 
 
-def test_a_bad_adapter_is_refused_and_the_worker_goes_on(
-    client: Client, adapter_root: Path, tmp_path: Path, long_model: Path
-) -> None:
+def test_a_bad_adapter_is_refused_and_the_worker_goes_on(client: Client, adapter_root: Path, long_model: Path) -> None:
     (adapter_root / "empty").mkdir(exist_ok=True)
     with pytest.raises(errors.InvalidAdapterError, match=r"empty.*adapter_config\.json"):
         client.load_lora_adapter("empty", "empty").get(timeout=SECONDS)
@@ -156,7 +153,7 @@ def test_a_bad_adapter_is_refused_and_the_worker_goes_on(
         with pytest.raises(errors.InvalidAdapterError, match="adapter_roots"):
             client.load_lora_adapter("outside", outside).get(timeout=SECONDS)
     save_adapter(long_model, adapter_root / "wide", seed=1, r=32, target_modules=["q_proj"])
-    with pytest.raises(errors.InvalidAdapterError, match="rank 32.*max_lora_rank"):
+    with pytest.raises(errors.InvalidAdapterError, match=r"rank 32.*max_lora_rank"):
         client.load_lora_adapter("wide", "wide").get(timeout=SECONDS)
     assert client.generate(prompt="w1", max_tokens=2).get(timeout=SECONDS)["usage"]["completion_tokens"] > 0
 

@@ -39,7 +39,7 @@ def make_model(family: str) -> PreTrainedModel:
         "eos_token_id": EOS,
         "tie_word_embeddings": False,
     }
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -83,7 +83,7 @@ def save_adapter(base: Path, folder: Path, *, seed: int, **config: Any) -> Path:
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     return folder
 
 

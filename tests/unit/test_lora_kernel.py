@@ -11,7 +11,7 @@ H, O, R, S = 12, 20, 8, 6  # noqa: E741 - the shapes' own letters
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# Slots of the tokens of a step, in order: one slot, all, with a gap, of equal and of very unequal length, base in front.
+# Slots of the tokens of a step, in order.
 STEPS = {
     "one": [2] * 5,
     "equal-neighbours": [0, 0, 1, 1, 2, 2],

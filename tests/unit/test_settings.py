@@ -91,7 +91,7 @@ def test_the_password_is_never_shown() -> None:
 
 
 def test_the_documented_file_holds_every_setting_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """config/worker.toml has each setting once, commented out where it has no default; uncommented it changes nothing."""
+    """config/worker.toml has each setting once, commented out where it has no default, and changes nothing."""
     path = Path(__file__).parents[2] / "config" / "worker.toml"
     names = [
         line.removeprefix("# ").split(" = ")[0]

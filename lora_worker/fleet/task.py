@@ -1,4 +1,4 @@
-"""What all tasks have in common."""
+"""What the tasks have in common."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ if TYPE_CHECKING:
     from lora_worker.engine import Engine
 
 
-class LoraTask(Task):  # type: ignore[misc] # Celery has no types
+class LoraTask(Task):
     """A task whose arguments are nobody else's business, on this worker's engine."""
 
     # Errors that a request or an adapter causes are logged as one line, without a traceback.
     throws = (LoraWorkerError, SoftTimeLimitExceeded, TimeLimitExceeded)
     Request = "lora_worker.fleet.privacy:PrivateRequest"
-
     # Whether the engine runs it, or a thread of the pool.
     runs_in_engine = False
 
     @property
     def engine(self) -> Engine:
         return current_engine()
+
+
+class EngineTask(LoraTask):
+    """The pool gives its message to the engine and runs the body when the answer is there."""
+
+    runs_in_engine = True

@@ -1,0 +1,89 @@
+"""The thread that owns the engine's core, and how others have something done on it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from lora_worker.engine.core import EngineCore
+from lora_worker.errors import EngineStoppedError, GenerationError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# While rows wait for a read or for time to pass, the engine looks again this often.
+IDLE_LOOK_SECONDS = 0.05
+
+
+class Inbox(queue.SimpleQueue[Callable[[], None]]):
+    """Functions to run on the engine's thread, between two steps."""
+
+
+class EngineThread:
+    """Runs the inbox and the core's steps in turn until it is closed."""
+
+    def __init__(self, core: EngineCore, inbox: Inbox) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run a function on the thread, some time."""
+        self._inbox.put(action)
+
+    def call(self, function: Callable[[], T], timeout_seconds: float | None = None) -> T:
+        """Run a function on the thread and return what it returns; TimeoutError where that takes too long."""
+        if self._is_closing:
+            raise EngineStoppedError("the engine has stopped")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.post(run)
+        return future.result(timeout_seconds)
+
+    def close(self) -> None:
+        """End the thread; rows that have not ended fail with EngineStoppedError."""
+        self._is_closing = True
+        self.post(self._fail_all)
+        self._thread.join()
+
+    def _run(self) -> None:
+        progressed = True
+        while not (self._is_closing and self._inbox.empty()):
+            self._take_inbox(wait=not (progressed and self._core.has_rows))
+            try:
+                progressed = self._core.step()
+            except Exception as error:
+                logger.exception("A step failed; the rows that ran are failed, the others go on.")
+                self._fail_running(error)
+
+    def _take_inbox(self, *, wait: bool) -> None:
+        try:
+            # With no rows at all nothing can happen until something is posted.
+            timeout = IDLE_LOOK_SECONDS if self._core.has_rows else None
+            action = self._inbox.get(timeout=timeout) if wait else self._inbox.get_nowait()
+            while True:
+                action()
+                action = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _fail_running(self, error: Exception) -> None:
+        for sequence in list(self._core.scheduler.running):
+            self._core.fail(sequence, GenerationError(f"a step failed with {type(error).__name__}: {str(error)[:200]}"))
+
+    def _fail_all(self) -> None:
+        for sequence in self._core.rows:
+            self._core.fail(sequence, EngineStoppedError("the engine was stopped before the request had ended"))
