@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench gpu clean
 
 help: ## Print the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
@@ -26,6 +26,10 @@ lint: $(READY) ## Style, types and import directions
 
 bench: $(READY) ## Throughput of the engine against the bare base and PEFT, as ratios
 	$(BIN)/python -m benchmarks.engine --out benchmarks/results/engine.json
+
+gpu: $(READY) ## Every check that needs a CUDA card: marked tests, then the benchmark
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks.engine --device cuda --out benchmarks/results/engine-cuda.json
 
 clean: ## Remove the virtual environment
 	rm -rf $(VENV)

@@ -118,6 +118,17 @@ def test_a_slot_taken_in_turn_by_adapters_of_other_modules_keeps_nothing(family:
                     expect(by_name[name][0], engine.generate([by_name[name][0].body])[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [1, 3])
+def test_rows_on_a_cuda_card(family: Family, slots: int) -> None:
+    """The same torch path on the card; the oracle's answers are the CPU's."""
+    settings = family.settings(max_loras_per_batch=slots).model_copy(update={"device": "cuda"})
+    with Engine(settings) as engine:
+        for case, response in zip(family.cases, engine.generate([c.body for c in family.cases]), strict=True):
+            expect(case, response)
+        engine.check_integrity()
+
+
 def test_long_rows_in_float64(family: Family) -> None:
     oracle = Oracle(family.folder, family.adapters, dtype=torch.float64)
     chance = random.Random(3)

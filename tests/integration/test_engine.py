@@ -117,6 +117,7 @@ def test_unload_lets_running_rows_finish_and_fails_waiting_ones(
     engine = make_engine(lora_paths=[f"a={paths['attention']}"], max_running_requests=1)
     running, waiting = (Row(engine, model="a", prompt=[1, 2]) for _ in range(2))
     assert running.started.wait(60)
+    wait_for(lambda: engine.info()["waiting"] == 1, "the other row waits")
     assert engine.unload_lora_adapter("a")["loaded_adapters"] == {}
     assert running.is_done
     oracle = Oracle(tiny_model("llama"), paths, torch.float64)
