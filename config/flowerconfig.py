@@ -19,4 +19,4 @@ purge_offline_workers = 60
 max_tasks = 20000
 
 # A worker answers between two steps of its engine, which take a while on a CPU.
-inspect_timeout = 5000
+inspect_timeout = 5000.0

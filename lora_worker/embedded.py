@@ -46,7 +46,7 @@ class EmbeddedServer:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lora-worker-redis-")
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = _free_port()
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -98,7 +98,8 @@ class EmbeddedServer:
             self._process = None
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -6,7 +6,7 @@ from typing import Any
 
 from celery import shared_task
 
-from lora_worker.fleet.task import LoraTask
+from lora_worker.fleet.task import LoraTask, checked
 from lora_worker.messages import (
     LIST_LORA_ADAPTERS,
     LOAD_LORA_ADAPTER,
@@ -16,7 +16,8 @@ from lora_worker.messages import (
 )
 
 
-@shared_task(name=LOAD_LORA_ADAPTER, base=LoraTask, bind=True)
+@shared_task(name=LOAD_LORA_ADAPTER, base=LoraTask, bind=True, typing=False)
+@checked
 def load_lora_adapter(
     self: LoraTask, lora_name: str, lora_path: str, pinned: bool = False, replace: bool = False
 ) -> dict[str, Any]:
@@ -24,27 +25,31 @@ def load_lora_adapter(
     return self.engine.load_lora_adapter(lora_name, lora_path, pinned=pinned, replace=replace, within_roots=True)
 
 
-@shared_task(name=UNLOAD_LORA_ADAPTER, base=LoraTask, bind=True)
+@shared_task(name=UNLOAD_LORA_ADAPTER, base=LoraTask, bind=True, typing=False)
+@checked
 def unload_lora_adapter(
-    self: LoraTask, lora_name: str, force: bool = False, timeout_seconds: float | None = None
+    self: LoraTask, lora_name: str, force: bool = False, timeout_seconds: int | float | None = None
 ) -> dict[str, Any]:
     """Unload an adapter once the rows that run with it have ended."""
     return self.engine.unload_lora_adapter(lora_name, force=force, timeout_seconds=timeout_seconds)
 
 
-@shared_task(name=PIN_LORA_ADAPTER, base=LoraTask, bind=True)
+@shared_task(name=PIN_LORA_ADAPTER, base=LoraTask, bind=True, typing=False)
+@checked
 def pin_lora_adapter(self: LoraTask, lora_name: str) -> dict[str, Any]:
     """Keep an adapter in its slot."""
     return self.engine.pin_lora_adapter(lora_name)
 
 
-@shared_task(name=UNPIN_LORA_ADAPTER, base=LoraTask, bind=True)
+@shared_task(name=UNPIN_LORA_ADAPTER, base=LoraTask, bind=True, typing=False)
+@checked
 def unpin_lora_adapter(self: LoraTask, lora_name: str) -> dict[str, Any]:
     """Let an adapter be evicted again."""
     return self.engine.unpin_lora_adapter(lora_name)
 
 
-@shared_task(name=LIST_LORA_ADAPTERS, base=LoraTask, bind=True)
+@shared_task(name=LIST_LORA_ADAPTERS, base=LoraTask, bind=True, typing=False)
+@checked
 def list_lora_adapters(self: LoraTask) -> dict[str, Any]:
     """Every loaded adapter, and where its weights are."""
     return self.engine.list_lora_adapters()

@@ -11,7 +11,8 @@ from lora_worker.adapters.plan import HostAdapter
 class HostCache:
     """Digest to weights. Owned by the engine thread, so it holds no lock.
 
-    Pinned adapters are never evicted; an adapter that is larger than the whole cache is not kept.
+    Pinned adapters are never evicted, and what was put last stays until the next one comes, whatever its size: it is
+    about to be used.
     """
 
     def __init__(self, policy: EvictionPolicy, *, max_adapters: int, max_bytes: int) -> None:
@@ -43,7 +44,7 @@ class HostCache:
         self._policy.added(adapter.digest)
         self.nbytes += adapter.nbytes
         while len(self._adapters) > self._max_adapters or self.nbytes > self._max_bytes:
-            victim = self._policy.victim(is_pinned)
+            victim = self._policy.victim(lambda digest: digest == adapter.digest or is_pinned(digest))
             if victim is None:
                 return
             self.drop(victim)

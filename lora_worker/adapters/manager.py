@@ -188,7 +188,8 @@ class AdapterManager:
     # ---------------------------------------------------------------------------------------------
 
     def _check_pin(self, name: str, digest: str) -> None:
-        pinned = self.registry.pinned_digests() | {digest}
+        # What the name stands for now leaves with its replacement.
+        pinned = {r.digest for r in self.registry if r.pinned and r.name != name} | {digest}
         if len(pinned) >= self.pool.slots:
             raise AdapterConflictError(
                 f"pinning {name!r} would pin {len(pinned)} of {self.pool.slots} slots, and one must stay unpinned; "

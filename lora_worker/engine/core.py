@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Future
 
@@ -19,6 +20,8 @@ from lora_worker.errors import (
     TimeLimitError,
 )
 from lora_worker.messages import FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -101,15 +104,26 @@ class EngineCore:
         return True
 
     def start(self, sequence: Sequence) -> bool | None:
-        """The scheduler's question whether a row may run; see `Scheduler`."""
+        """The scheduler's question whether a row may run. What goes wrong here fails this row alone."""
         if sequence.started_at is not None:
             return True  # preempted before: it has been asked, and holds its adapter still
         try:
-            reference = self.adapters.registry.get(sequence.adapter_name) if sequence.adapter_name else None
-            readiness = self.adapters.prepare(reference) if reference else Readiness.READY
+            return self._try_to_start(sequence)
         except AdapterError as error:
             self.fail(sequence, error)
-            return False
+        except Exception as error:
+            logger.exception("The request %s could not be started.", sequence.request_id)
+            self.fail(sequence, GenerationError(f"the request could not be started: {type(error).__name__}"))
+        return False
+
+    def stop(self, sequence: Sequence) -> None:
+        """The scheduler lets go of a row that had an adapter."""
+        assert sequence.adapter is not None
+        self.adapters.release(sequence.adapter.digest)
+
+    def _try_to_start(self, sequence: Sequence) -> bool | None:
+        reference = self.adapters.registry.get(sequence.adapter_name) if sequence.adapter_name else None
+        readiness = self.adapters.prepare(reference) if reference else Readiness.READY
         if readiness is not Readiness.READY:
             return None if readiness is Readiness.NO_SLOT else False
         if sequence.may_start is not None and not sequence.may_start():
@@ -122,11 +136,6 @@ class EngineCore:
         if sequence.on_started is not None:
             sequence.on_started()
         return True
-
-    def stop(self, sequence: Sequence) -> None:
-        """The scheduler lets go of a row that had an adapter."""
-        assert sequence.adapter is not None
-        self.adapters.release(sequence.adapter.digest)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the numbers, where a count has drifted."""

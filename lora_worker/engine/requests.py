@@ -10,12 +10,9 @@ from typing import Any, NamedTuple
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from lora_worker.engine.sequence import Finished, SamplingParams, Sequence
+from lora_worker.engine.sequence import PREFIX_TOKENS, Finished, SamplingParams, Sequence
 from lora_worker.errors import InvalidRequestError, PromptTooLongError
 from lora_worker.messages import GenerateRequest, parse_generate
-
-# A text is decoded together with so many of the prompt's last tokens, since some tokenizers drop a leading space.
-PREFIX_TOKENS = 6
 
 
 class RowOptions(NamedTuple):

@@ -15,6 +15,9 @@ from lora_worker.messages import FinishReason
 # The base model's rows carry this instead of a slot.
 BASE_SLOT = -1
 
+# A text is decoded after so many of the prompt's last tokens, since some tokenizers drop a leading space.
+PREFIX_TOKENS = 6
+
 _arrivals = itertools.count()
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
-from lora_worker.engine.sequence import Sequence
+from lora_worker.engine.sequence import PREFIX_TOKENS, Sequence
 from lora_worker.messages import FinishReason
 
 
@@ -34,7 +34,7 @@ class StopWatch:
         if sequence.stop_strings:
             text = self._texts.get(sequence.request_id)
             if text is None:
-                text = self._texts[sequence.request_id] = _GrowingText(self._tokenizer)
+                text = self._texts[sequence.request_id] = _GrowingText(self._tokenizer, sequence.prompt)
             stopped = text.add(token, sequence.stop_strings)
             if stopped is not None:
                 return End("stop", stopped)
@@ -47,10 +47,11 @@ class StopWatch:
 class _GrowingText:
     """A row's text, decoded token by token, searched only where a stop string could newly end."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: list[int]) -> None:
         assert tokenizer is not None, "stop strings were accepted without a tokenizer"
         self._tokenizer = tokenizer._tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        # After the prompt's last tokens, as the whole answer is decoded too.
+        self._stream = DecodeStream(prompt[-PREFIX_TOKENS:], skip_special_tokens=True)
         self._text = ""
 
     def add(self, token: int, stop_strings: list[str]) -> str | None:

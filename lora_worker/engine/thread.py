@@ -31,6 +31,7 @@ class EngineThread:
         self._core = core
         self._inbox = inbox
         self._is_closing = False
+        self._closing_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -40,8 +41,6 @@ class EngineThread:
 
     def call(self, function: Callable[[], T], timeout_seconds: float | None = None) -> T:
         """Run a function on the thread and return what it returns; TimeoutError where that takes too long."""
-        if self._is_closing:
-            raise EngineStoppedError("the engine has stopped")
         future: Future[T] = Future()
 
         def run() -> None:
@@ -50,13 +49,18 @@ class EngineThread:
             except BaseException as error:
                 future.set_exception(error)
 
-        self.post(run)
+        # With the lock, nothing is posted behind the thread's back when it has looked for the last time.
+        with self._closing_lock:
+            if self._is_closing:
+                raise EngineStoppedError("the engine has stopped")
+            self.post(run)
         return future.result(timeout_seconds)
 
     def close(self) -> None:
         """End the thread; rows that have not ended fail with EngineStoppedError."""
-        self._is_closing = True
-        self.post(self._fail_all)
+        with self._closing_lock:
+            self._is_closing = True
+            self.post(self._fail_all)
         self._thread.join()
 
     def _run(self) -> None:
@@ -75,10 +79,16 @@ class EngineThread:
             timeout = IDLE_LOOK_SECONDS if self._core.has_rows else None
             action = self._inbox.get(timeout=timeout) if wait else self._inbox.get_nowait()
             while True:
-                action()
+                self._run_action(action)
                 action = self._inbox.get_nowait()
         except queue.Empty:
             return
+
+    def _run_action(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            logger.exception("Something posted to the engine failed; the engine goes on.")
 
     def _fail_running(self, error: Exception) -> None:
         for sequence in list(self._core.scheduler.running):

@@ -29,7 +29,6 @@ FINISHER_THREADS = 8
 MANAGEMENT_THREADS = 4
 DRAIN_LOOK_SECONDS = 0.05
 
-
 _current: list[EnginePool] = []
 
 
@@ -88,20 +87,23 @@ class EnginePool(BasePool):
         # `callback` is a method of the request, which alone knows of revocation and expiry.
         request = callback.__self__
         running = self._rows.get(task_id)
-        if running is not None:
+        if running is not None and running.attach(request):
             logger.warning("A copy of the running task %s was delivered; it shares the answer.", task_id)
-            running.requests.append(request)
             return running
-        row = TaskRow(self, task_id, request, run_trace=lambda done: apply_target(target, args, kwargs, done))
-        row.soft_limit, row.hard_limit = soft_timeout, timeout
+        row = TaskRow(
+            self,
+            request,
+            run_trace=lambda done: apply_target(target, args, kwargs, done),
+            soft_limit=_number(soft_timeout),
+            hard_limit=_number(timeout),
+        )
         self._rows[task_id] = row
-        limits = [limit for limit in (soft_timeout, timeout) if limit]
         self.engine.submit(
-            body_of(message),
+            _body_of(message),
             row.on_done,
             request_id=task_id,
-            priority=(message.get("delivery_info") or {}).get("priority") or 0,
-            time_limit_seconds=min(limits, default=None),
+            priority=int(_number((message.get("delivery_info") or {}).get("priority")) or 0),
+            time_limit_seconds=row.time_limit_seconds,
             may_start=row.may_start,
             on_started=row.on_started,
         )
@@ -149,14 +151,20 @@ class EnginePool(BasePool):
         except RuntimeError:
             logger.debug("The pool has stopped; what was to be finished stays in the queue.")
 
-    def forget(self, task_id: str) -> None:
-        self._rows.pop(task_id, None)
+    def forget(self, row: TaskRow) -> None:
+        if self._rows.get(row.task_id) is row:
+            del self._rows[row.task_id]
 
 
-def body_of(message: dict[str, Any]) -> dict[str, Any]:
+def _body_of(message: dict[str, Any]) -> dict[str, Any]:
     """The body of a generate message; positional arguments are kept under a name that the check refuses."""
-    positional = {"positional arguments": True} if message["args"] else {}
-    return {**message["kwargs"], **positional}
+    keyword = message["kwargs"] if isinstance(message["kwargs"], dict) else {}
+    return {**keyword, **({"positional arguments": True} if message["args"] else {})}
+
+
+def _number(value: Any) -> float | None:
+    """A number of a message's headers; what is no number was written by no Celery, and says nothing."""
+    return value if isinstance(value, int | float) else None
 
 
 def _counts(rows: list[TaskRow]) -> tuple[int, int]:

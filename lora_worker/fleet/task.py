@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import Task
 from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
+from pydantic import ConfigDict, ValidationError, validate_call
 
-from lora_worker.errors import LoraWorkerError
+from lora_worker.errors import InvalidRequestError, LoraWorkerError
 from lora_worker.fleet.engine_pool import current_engine
 
 if TYPE_CHECKING:
     from lora_worker.engine import Engine
+
+T = TypeVar("T")
 
 
 class LoraTask(Task):
@@ -26,6 +31,21 @@ class LoraTask(Task):
     @property
     def engine(self) -> Engine:
         return current_engine()
+
+
+def checked(function: Callable[..., T]) -> Callable[..., T]:
+    """A task body whose arguments are held against its annotations; InvalidRequestError says which is wrong."""
+    validated = validate_call(config=ConfigDict(arbitrary_types_allowed=True, strict=True))(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> T:
+        try:
+            return validated(*args, **kwargs)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise InvalidRequestError(f"the argument {first['loc'][0]!r} is wrong: {first['msg']}") from None
+
+    return run
 
 
 class EngineTask(LoraTask):

@@ -60,30 +60,54 @@ class Owner(Protocol):
     def run_later(self, function: Callable[[], None]) -> None:
         """Run a function on a finisher thread."""
 
-    def forget(self, task_id: str) -> None:
+    def forget(self, row: TaskRow) -> None:
         """The row has ended."""
 
 
 class TaskRow:
-    """A generate task in the engine. Celery keeps a weak reference to it and calls `terminate`."""
+    """A generate task in the engine. Celery keeps a weak reference to it and calls `terminate`.
+
+    Args:
+        request: Celery's request; copies of the message that come while the row runs are attached to it.
+        run_trace: runs Celery's trace of the task, and then what it is given, with the trace's outcome.
+        soft_limit, hard_limit: seconds from admission.
+    """
 
     def __init__(
-        self, pool: Owner, task_id: str, request: Any, *, run_trace: Callable[[Callable[..., None]], None]
+        self,
+        pool: Owner,
+        request: Any,
+        *,
+        run_trace: Callable[[Callable[..., None]], None],
+        soft_limit: float | None,
+        hard_limit: float | None,
     ) -> None:
-        self.task_id = task_id
-        self.requests = [request]
-        self.soft_limit: float | None = None
-        self.hard_limit: float | None = None
+        self.task_id: str = request.id
         self.is_started = False
         self._pool = pool
+        self._requests = [request]
         self._run_trace = run_trace
-        self._accept_lock = threading.Lock()
+        self._soft_limit = soft_limit
+        self._hard_limit = hard_limit
+        self._lock = threading.Lock()
         self._is_accepted = False
+        self._is_finished = False
         self._started_at = 0.0
+
+    @property
+    def time_limit_seconds(self) -> float | None:
+        return min((limit for limit in (self._soft_limit, self._hard_limit) if limit), default=None)
+
+    def attach(self, request: Any) -> bool:
+        """Let a copy of the message share the answer; False where that has just been given out."""
+        with self._lock:
+            if not self._is_finished:
+                self._requests.append(request)
+            return not self._is_finished
 
     def may_start(self) -> bool:
         """Whether the task is still wanted: not revoked, not expired. No Redis here, the engine waits."""
-        request = self.requests[0]
+        request = self._requests[0]
         return request.id not in state.revoked and not request.maybe_expire()
 
     def on_started(self) -> None:
@@ -100,49 +124,54 @@ class TaskRow:
 
     def _accept(self) -> None:
         # Celery counts a task as active from here, and must have done so before it is told that the task is ready.
-        with self._accept_lock:
+        with self._lock:
             if not self._is_accepted:
+                self._requests[0].on_accepted(os.getpid(), self._started_at)
                 self._is_accepted = True
-                self.requests[0].on_accepted(os.getpid(), self._started_at)
 
     def _finish(self, outcome: Outcome) -> None:
+        """Give the outcome to Celery, again and again while Redis is away."""
+        wait, longest = RETRY_SECONDS
+        while True:
+            try:
+                self._tell_celery(outcome)
+                return
+            except REDIS_ERRORS as error:
+                if self._pool.is_stopping:
+                    break
+                logger.warning("Redis is away (%s); the answer of %s waits %.1f s.", error, self.task_id, wait)
+                time.sleep(wait)
+                wait = min(2 * wait, longest)
+            except Exception:
+                logger.exception("The task %s could not be finished; it stays in the queue.", self.task_id)
+                break
+        self._take_requests()
+
+    def _tell_celery(self, outcome: Outcome) -> None:
         if self.is_started:
             self._accept()
         result = self._result(outcome)
         if result is None:
+            # Revoked or expired: Celery stores that and acknowledges. Cancelled by a shutdown: the message goes back.
+            for request in self._take_requests():
+                request.revoked()
             return
         _finished[self.task_id] = _Finished(result, self._run_seconds)
-        wait, longest = RETRY_SECONDS
-        while True:
-            try:
-                self._run_trace(self._tell_requests)
-                return
-            except REDIS_ERRORS as error:
-                logger.warning("Redis is away (%s); the answer of %s waits %.1f s.", error, self.task_id, wait)
-            except Exception:
-                logger.exception("The task %s could not be finished; it stays in the queue.", self.task_id)
-                self._forget()
-                return
-            if self._pool.is_stopping:
-                self._forget()
-                return
-            time.sleep(wait)
-            wait = min(2 * wait, longest)
+        try:
+            self._run_trace(self._tell_requests)
+        finally:
+            del _finished[self.task_id]
 
     def _result(self, outcome: Outcome) -> Callable[[], Any] | None:
         """What the trace is to return or raise; None where the task ends without one."""
         try:
             answer = outcome()
         except (RequestWithdrawnError, EngineStoppedError):
-            # Revoked or expired: Celery stores that and acknowledges. Cancelled by a shutdown: the message goes back.
-            for request in self.requests:
-                request.revoked()
-            self._forget()
             return None
         except TimeLimitError:
-            if self.soft_limit and self.soft_limit <= (self.hard_limit or self.soft_limit):
-                return _raiser(SoftTimeLimitExceeded(self.soft_limit))
-            return _raiser(TimeLimitExceeded(self.hard_limit))
+            if self._soft_limit and self._soft_limit <= (self._hard_limit or self._soft_limit):
+                return _raiser(SoftTimeLimitExceeded(self._soft_limit))
+            return _raiser(TimeLimitExceeded(self._hard_limit))
         except LoraWorkerError as error:
             return _raiser(error)
         except Exception as error:
@@ -154,17 +183,19 @@ class TaskRow:
         """Celery's callback with the real run time, and without the answer, which events would show."""
         failed, value, _ = traced
         runtime = self._run_seconds
-        self._forget()
-        for request in self.requests:
+        for request in self._take_requests():
             request.on_success((failed, value if failed else "", runtime))
+
+    def _take_requests(self) -> list[Any]:
+        """The row has ended: no copy can be attached from now on."""
+        with self._lock:
+            self._is_finished = True
+        self._pool.forget(self)
+        return self._requests
 
     @property
     def _run_seconds(self) -> float:
         return time.monotonic() - self._started_at if self.is_started else 0.0
-
-    def _forget(self) -> None:
-        _finished.pop(self.task_id, None)
-        self._pool.forget(self.task_id)
 
 
 def _raiser(error: Exception) -> Callable[[], Any]:

@@ -158,6 +158,37 @@ def test_a_bad_adapter_is_refused_and_the_worker_goes_on(client: Client, adapter
     assert client.generate(prompt="w1", max_tokens=2).get(timeout=SECONDS)["usage"]["completion_tokens"] > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs", "word"),
+    [
+        ("load_lora_adapter", {"lora_name": "x"}, "lora_path"),
+        ("load_lora_adapter", {"lora_name": 3, "lora_path": "x"}, "lora_name"),
+        ("load_lora_adapter", {"lora_name": "x", "lora_path": "x", "pinned": "yes"}, "pinned"),
+        ("load_lora_adapter", {"lora_name": "../x", "lora_path": "x"}, "no adapter name"),
+        ("unload_lora_adapter", {"lora_name": "x", "timeout": 3}, "timeout"),
+        ("unload_lora_adapter", {"lora_name": "x", "timeout_seconds": "soon"}, "timeout_seconds"),
+        ("list_lora_adapters", {"of": "x"}, "of"),
+    ],
+)
+def test_a_wrong_argument_of_an_adapter_task_is_named(
+    client: Client, name: str, kwargs: dict[str, Any], word: str
+) -> None:
+    with pytest.raises((errors.InvalidRequestError, errors.InvalidAdapterError), match=word):
+        client.app.send_task(f"lora_worker.{name}", kwargs=kwargs).get(timeout=SECONDS)
+
+
+def test_a_message_that_no_celery_would_send_harms_nobody(client: Client, connection: Redis) -> None:
+    """Arguments that are no mapping, limits and priorities that are no numbers."""
+    producer = client.app.amqp.producer_pool.acquire()
+    for i, (kwargs, limit) in enumerate([(["w1"], None), ({"prompt": "w1", "max_tokens": 1}, "soon")]):
+        headers = {"id": f"odd-{i}", "task": "lora_worker.generate", "lang": "py", "timelimit": [limit, None]}
+        producer.publish(([], kwargs, {}), routing_key="lora", serializer="json", headers=headers)
+    producer.release()
+    answer = client.generate(prompt="w1", max_tokens=1, temperature=0).get(timeout=SECONDS)
+    assert answer["usage"]["completion_tokens"] == 1
+    wait_for(lambda: connection.hlen("unacked") == 0, "all messages are acknowledged")
+
+
 def test_time_limits_count_from_admission_and_end_the_row_alone(client: Client) -> None:
     soft = client.generate(**ENDLESS, soft_time_limit=1)
     hard = client.generate(**ENDLESS, time_limit=1)
