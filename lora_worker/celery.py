@@ -27,7 +27,7 @@ def _settings() -> Settings:
     except SettingsError as error:
         # Celery's command would print a traceback of any other exception; who imports the app wants the exception.
         if "celery" in Path(sys.argv[0]).parts[-2:]:
-            raise SystemExit(f"The worker cannot start: {error}") from None
+            raise SystemExit(f"lora-worker cannot start: {error}") from None
         raise
 
 

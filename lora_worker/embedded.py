@@ -83,6 +83,7 @@ class EmbeddedServer:
                     return
                 except redis.exceptions.ConnectionError:
                     if self._process.poll() is not None or time.monotonic() > end:
+                        self.stop()
                         raise EmbeddedServerError(
                             f"{find_server()} did not answer on port {self.port} within {START_SECONDS} s"
                         ) from None

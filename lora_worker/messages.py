@@ -41,7 +41,7 @@ class GenerateRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = None
+    model: Annotated[str, Field(max_length=256)] | None = None
     prompt: str | list[Annotated[StrictInt, Field(ge=0)]] | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -93,6 +93,7 @@ class AdapterStatus(BaseModel):
     rank: int
     bytes: int
     pinned: bool
+    report: dict[str, Any]
     workers: dict[str, AdapterOnWorker]
 
 

@@ -107,8 +107,8 @@ class Settings(BaseSettings):
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the name is pydantic-settings' own
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - the names are pydantic-settings' own
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, DotEnvSource(settings_cls), TomlSource(settings_cls)
 
@@ -126,8 +126,11 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, url: str) -> str:
-        if urlsplit(url).scheme not in ("redis", "rediss"):
+        parts = urlsplit(url)
+        database = parts.path.removeprefix("/")
+        if parts.scheme not in ("redis", "rediss") or not (database == "" or database.isdecimal()):
             raise ValueError("a URL of the form redis://[:PASSWORD@]HOST:PORT/DB (rediss:// for TLS) is expected")
+        parts.port  # noqa: B018 - raises ValueError where it is no port
         return url
 
     @model_validator(mode="after")

@@ -23,7 +23,6 @@ class PoolCounters:
 @dataclass
 class _Resident:
     slot: int
-    rank: int
     held: int = 0
     last_used: float = field(default_factory=time.time)
 
@@ -49,9 +48,6 @@ class DevicePool:
 
     def slot(self, digest: str) -> int:
         return self._residents[digest].slot
-
-    def rank(self, digest: str) -> int:
-        return self._residents[digest].rank
 
     def held(self, digest: str) -> int:
         return self._residents[digest].held if digest in self._residents else 0
@@ -83,7 +79,7 @@ class DevicePool:
             if pair is not None:
                 layer.a[slot, : pair.a.shape[0]].copy_(pair.a)
                 layer.b[slot, : pair.b.shape[0]].copy_(pair.b)
-        self._residents[adapter.digest] = _Resident(slot, adapter.rank)
+        self._residents[adapter.digest] = _Resident(slot)
         self._policy.added(adapter.digest)
         self.counters.loads += 1
 

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum, auto
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lora_worker.adapters.device_pool import DevicePool
 from lora_worker.adapters.host_cache import HostCache
 from lora_worker.adapters.plan import AdapterPlanner, HostAdapter, LoadedAdapter
-from lora_worker.adapters.reference import AdapterReference
+from lora_worker.adapters.reference import AdapterReference, Readiness
 from lora_worker.adapters.registry import AdapterRegistry
-from lora_worker.errors import AdapterConflictError, AdapterError, InvalidAdapterError, LoraWorkerError
+from lora_worker.errors import AdapterConflictError, AdapterError, InvalidAdapterError
 from lora_worker.messages import AdapterOnWorker
 
 READER_THREADS = 2
+READ_AGAIN_SECONDS = 1.0
 
-
-class Readiness(Enum):
-    """Whether a row of an adapter can start now."""
-
-    READY = auto()
-    READING = auto()  # the weights are on their way into host memory
-    NO_SLOT = auto()  # every slot is held or pinned
+logger = logging.getLogger(__name__)
 
 
 class AdapterManager:
@@ -52,6 +49,7 @@ class AdapterManager:
         self._post = post
         self._on_read_failed = on_read_failed
         self._reading: set[str] = set()
+        self._read_after: dict[str, float] = {}  # by digest, after a read that failed
         self._readers = ThreadPoolExecutor(READER_THREADS, "adapter-reader")
 
     # Registered names ----------------------------------------------------------------------------
@@ -86,10 +84,21 @@ class AdapterManager:
         self._forget_if_unused(reference.digest)
         return reference
 
-    def pin(self, name: str) -> None:
-        """Keep the adapter resident from now on; refused where no slot would stay unpinned."""
+    def read_again(self, reference: AdapterReference) -> HostAdapter:
+        """The weights of a registered adapter from its folder; any thread but the engine's may call it."""
+        adapter = self.planner.load(reference.name, Path(reference.source)).adapter
+        _check_digest(reference, adapter)
+        return adapter
+
+    def pin(self, name: str, adapter: HostAdapter | None) -> None:
+        """Keep the adapter resident from now on; refused where no slot would stay unpinned.
+
+        `adapter` is its weights where they were not in the cache; pinned, they stay there.
+        """
         reference = self.registry.get(name)
         self._check_pin(name, reference.digest)
+        if adapter is not None and adapter.digest == reference.digest:
+            self.cache.put(adapter, self._is_pinned)
         self.registry.set_pinned(name, pinned=True)
         self._update_pins()
 
@@ -111,7 +120,7 @@ class AdapterManager:
         adapter = self.cache.get(reference.digest)
         if adapter is None:
             self._read_ahead(reference)
-            return Readiness.READING
+            return Readiness.NOT_YET
         if not self.pool.has_room():
             return Readiness.NO_SLOT
         self.pool.load(adapter)
@@ -145,6 +154,7 @@ class AdapterManager:
                 "rank": reference.rank,
                 "bytes": reference.nbytes,
                 "pinned": reference.pinned,
+                "report": asdict(reference.report),
                 "here": AdapterOnWorker(
                     cached=reference.digest in self.cache,
                     resident=reference.digest in self.pool,
@@ -210,18 +220,22 @@ class AdapterManager:
             self.pool.remove(digest)
 
     def _read_ahead(self, reference: AdapterReference) -> None:
-        if reference.digest in self._reading:
+        if reference.digest in self._reading or time.monotonic() < self._read_after.get(reference.digest, 0):
             return
         self._reading.add(reference.digest)
 
         def read() -> None:
             try:
-                adapter = _read_again(self.planner, reference)
-            except LoraWorkerError as error:
-                failure = error if isinstance(error, AdapterError) else AdapterError(str(error))
-                self._post(lambda: self._read_failed(reference.digest, failure))
+                adapter = self.read_again(reference)
+            except AdapterError as error:
+                failure = error
+            except Exception as error:
+                logger.exception("Reading the adapter %r failed.", reference.name)
+                failure = AdapterError(f"the adapter {reference.name!r} could not be read: {type(error).__name__}")
             else:
                 self._post(lambda: self._read_done(adapter))
+                return
+            self._post(lambda: self._read_failed(reference.digest, failure))
 
         self._readers.submit(read)
 
@@ -232,17 +246,17 @@ class AdapterManager:
 
     def _read_failed(self, digest: str, error: AdapterError) -> None:
         self._reading.discard(digest)
+        self._read_after[digest] = time.monotonic() + READ_AGAIN_SECONDS
+        logger.error("An adapter is not served: %s", error)
         self._on_read_failed(_names(self.registry, digest), error)
 
 
-def _read_again(planner: AdapterPlanner, reference: AdapterReference) -> HostAdapter:
-    adapter = planner.load(reference.name, Path(reference.source)).adapter
+def _check_digest(reference: AdapterReference, adapter: HostAdapter) -> None:
     if adapter.digest != reference.digest:
         raise InvalidAdapterError(
             f"the files of the adapter {reference.name!r} in {reference.source} have changed since it was loaded "
             f"(digest {reference.digest[:12]}, now {adapter.digest[:12]}); load it again with replace=True"
         )
-    return adapter
 
 
 def _names(references: Iterable[AdapterReference], digest: str) -> set[str]:

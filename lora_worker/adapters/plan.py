@@ -131,7 +131,7 @@ class AdapterPlanner:
                 warnings.simplefilter("ignore")
                 skeleton = AutoModelForCausalLM.from_config(self._config)
                 inject_adapter_in_model(to_lora_config(config), skeleton, low_cpu_mem_usage=True)
-        except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+        except Exception as error:  # re.error, AttributeError and more, from whatever a configuration holds
             raise InvalidAdapterError(f"PEFT cannot place the adapter {name!r} on this base model: {error}") from None
         placements = {}
         module: Any
@@ -201,8 +201,12 @@ def _read_tensors(name: str, folder: Path) -> dict[str, torch.Tensor]:
         if safe.is_file():
             return load_file(safe)
         if pickled.is_file():
-            loaded: dict[str, torch.Tensor] = torch.load(pickled, map_location="cpu", weights_only=True)
-            return loaded
+            loaded = torch.load(pickled, map_location="cpu", weights_only=True)
+            if isinstance(loaded, dict) and all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
+                return loaded
+            raise InvalidAdapterError(f"{pickled} of the adapter {name!r} holds no mapping of names to tensors")
+    except InvalidAdapterError:
+        raise
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
         raise InvalidAdapterError(f"the weights of the adapter {name!r} in {folder} cannot be read: {error}") from None
     except Exception as error:  # pickle raises errors of many classes; none of them executes anything

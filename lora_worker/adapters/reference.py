@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from lora_worker.errors import InvalidAdapterError
 from lora_worker.settings import ADAPTER_NAME, ADAPTER_NAME_RULE
+
+
+class Readiness(Enum):
+    """Whether a row, by way of its adapter, can start now."""
+
+    READY = auto()
+    NOT_YET = auto()  # its adapter's weights are on their way into host memory, or it has just failed
+    NO_SLOT = auto()  # every slot is held or pinned
 
 
 @dataclass(frozen=True)

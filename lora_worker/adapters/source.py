@@ -21,13 +21,13 @@ def resolve_task_path(name: str, lora_path: str, roots: Sequence[Path]) -> Path:
     for root in roots:
         try:
             folder = (root / lora_path).resolve(strict=True)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: a loop of links
             continue
         if folder.is_relative_to(root.resolve()):
             return _check_folder(name, folder)
     listed = ", ".join(str(root) for root in roots)
     raise InvalidAdapterError(
-        f"the path {lora_path!r} of the adapter {name!r} is no folder under adapter_roots ({listed}); "
+        f"the path {lora_path[:200]!r} of the adapter {name!r} is no folder under adapter_roots ({listed}); "
         f"give a folder that lies under one of them"
     )
 

@@ -40,6 +40,7 @@ PROMPTS = (
 MAX_TOKENS = 32
 SLOTS = 2
 START_SECONDS = 120.0
+STOP_SECONDS = 30.0
 LOOK_SECONDS = 0.05
 
 
@@ -58,7 +59,7 @@ def run_demo() -> None:
     find_server()
     with console.status("Unpacking the model (once, about 10 s) ..."):
         model = prepare_model()
-    with EmbeddedServer() as server, _worker(server.url, model, console):
+    with EmbeddedServer() as server, _worker(server.url, model, console) as worker:
         client = Client(server.url)
         names = [name for name in NAMES for _ in PROMPTS]
         prompts = [prompt for _ in NAMES for prompt in PROMPTS]
@@ -66,7 +67,7 @@ def run_demo() -> None:
         order = sorted(range(len(names)), key=lambda i: (i % len(PROMPTS), i))
         started = time.monotonic()
         asked = [Asked(prompts[i], names[i], _ask(client, names[i], prompts[i])) for i in order]
-        answers = _collect(asked, console)
+        answers = _collect(asked, worker, console)
         seconds = time.monotonic() - started
         _show(asked, answers, console)
         stats = client.app.control.inspect(timeout=5).stats() or {}
@@ -81,7 +82,7 @@ def _ask(client: Client, adapter: str | None, prompt: str) -> AsyncResult:
 
 
 @contextmanager
-def _worker(redis_url: str, model: Path, console: Console) -> Iterator[None]:
+def _worker(redis_url: str, model: Path, console: Console) -> Iterator[subprocess.Popen[bytes]]:
     """A worker process as an operator starts it, ready to answer; ends with the block."""
     # The demo is the same wherever it runs: no settings of the user's, no .env of the directory.
     others = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
@@ -104,10 +105,14 @@ def _worker(redis_url: str, model: Path, console: Console) -> Iterator[None]:
         try:
             with console.status("Starting the worker ..."):
                 _wait_until_ready(process, redis_url, log)
-            yield
+            yield process
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], redis_url: str, log: Any) -> None:
@@ -125,7 +130,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], redis_url: str, log: Any
     raise DemoError(f"the worker did not start; the end of its log:\n{log.read()[-2000:]}")
 
 
-def _collect(asked: list[Asked], console: Console) -> list[dict[str, Any]]:
+def _collect(asked: list[Asked], worker: subprocess.Popen[bytes], console: Console) -> list[dict[str, Any]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -136,6 +141,8 @@ def _collect(asked: list[Asked], console: Console) -> list[dict[str, Any]]:
         bar = progress.add_task("Requests answered", total=len(asked))
         while not progress.finished:
             progress.update(bar, completed=sum(item.result.ready() for item in asked))
+            if worker.poll() is not None:
+                raise DemoError(f"the worker has ended with code {worker.returncode} before all requests were answered")
             time.sleep(LOOK_SECONDS)
     return [item.result.get() for item in asked]
 

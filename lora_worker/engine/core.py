@@ -6,7 +6,8 @@ import logging
 import time
 from concurrent.futures import Future
 
-from lora_worker.adapters.manager import AdapterManager, Readiness
+from lora_worker.adapters.manager import AdapterManager
+from lora_worker.adapters.reference import Readiness
 from lora_worker.engine.model_runner import ModelRunner
 from lora_worker.engine.sampler import Sampler
 from lora_worker.engine.scheduler import Chunk, Scheduler
@@ -15,11 +16,11 @@ from lora_worker.engine.stopping import StopWatch
 from lora_worker.errors import (
     AdapterError,
     GenerationError,
+    InvalidRequestError,
     LoraWorkerError,
     RequestWithdrawnError,
     TimeLimitError,
 )
-from lora_worker.messages import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,10 @@ class EngineCore:
         return list(self._rows.values())
 
     def add(self, sequence: Sequence) -> None:
-        assert sequence.request_id not in self._rows, f"request {sequence.request_id} was added twice"
+        if sequence.request_id in self._rows:
+            error = InvalidRequestError(f"a request with the id {sequence.request_id!r} is running; give each its own")
+            sequence.on_finished(Finished(sequence, error=error))
+            return
         self._rows[sequence.request_id] = sequence
         self.scheduler.add(sequence)
 
@@ -87,11 +91,11 @@ class EngineCore:
         self._end_late_rows()
         self.adapters.prepare_pinned()
         self.scheduler.admit()
-        chunks = self.scheduler.schedule()
+        chunks, new_blocks = self.scheduler.schedule()
         if not chunks:
             return False
         chunks.sort(key=lambda chunk: chunk.sequence.slot)
-        logits = self._runner.run(chunks, self._rank(chunks))
+        logits = self._runner.run(chunks, new_blocks=new_blocks, rank=self._rank(chunks))
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled = self._sampler.sample(
             logits, [sequence.request_id for sequence in sampling], [sequence.params for sequence in sampling]
@@ -99,14 +103,18 @@ class EngineCore:
         for chunk in chunks:
             chunk.sequence.computed += chunk.length
         for sequence, token, is_broken in zip(sampling, *sampled, strict=True):
-            self._update(sequence, token, is_broken=is_broken)
+            try:
+                self._update(sequence, token, is_broken=is_broken)
+            except Exception as error:
+                logger.exception("The request %s could not go on.", sequence.request_id)
+                self.fail(sequence, GenerationError(f"the row could not go on: {type(error).__name__}"))
         self.steps += 1
         return True
 
-    def start(self, sequence: Sequence) -> bool | None:
+    def start(self, sequence: Sequence) -> Readiness:
         """The scheduler's question whether a row may run. What goes wrong here fails this row alone."""
         if sequence.started_at is not None:
-            return True  # preempted before: it has been asked, and holds its adapter still
+            return Readiness.READY  # preempted before: it has been asked, and holds its adapter still
         try:
             return self._try_to_start(sequence)
         except AdapterError as error:
@@ -114,28 +122,28 @@ class EngineCore:
         except Exception as error:
             logger.exception("The request %s could not be started.", sequence.request_id)
             self.fail(sequence, GenerationError(f"the request could not be started: {type(error).__name__}"))
-        return False
+        return Readiness.NOT_YET
 
     def stop(self, sequence: Sequence) -> None:
         """The scheduler lets go of a row that had an adapter."""
         assert sequence.adapter is not None
         self.adapters.release(sequence.adapter.digest)
 
-    def _try_to_start(self, sequence: Sequence) -> bool | None:
+    def _try_to_start(self, sequence: Sequence) -> Readiness:
         reference = self.adapters.registry.get(sequence.adapter_name) if sequence.adapter_name else None
         readiness = self.adapters.prepare(reference) if reference else Readiness.READY
         if readiness is not Readiness.READY:
-            return None if readiness is Readiness.NO_SLOT else False
+            return readiness
         if sequence.may_start is not None and not sequence.may_start():
             self.fail(sequence, RequestWithdrawnError(f"the request {sequence.request_id} was withdrawn in time"))
-            return False
+            return Readiness.NOT_YET
         if reference is not None:
             sequence.adapter = reference
             sequence.slot = self.adapters.hold(reference.digest)
         sequence.started_at = time.monotonic()
         if sequence.on_started is not None:
             sequence.on_started()
-        return True
+        return Readiness.READY
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the numbers, where a count has drifted."""
@@ -149,7 +157,6 @@ class EngineCore:
 
     def _update(self, sequence: Sequence, token: int, *, is_broken: bool) -> None:
         if is_broken:
-            self._runner.scrub(sequence.blocks)
             name = sequence.adapter_name or "the base model"
             self.fail(sequence, GenerationError(f"{name} gave logits that are not finite after the prompt's tokens"))
             return
@@ -157,8 +164,7 @@ class EngineCore:
         self.generated_tokens += 1
         end = self._stop_watch.check(sequence)
         if end is not None:
-            reason: FinishReason = end.reason
-            self._finish(Finished(sequence, reason, end.stopped_text))
+            self._finish(Finished(sequence, end.reason, end.stopped_text))
 
     def _end_late_rows(self) -> None:
         now = time.monotonic()

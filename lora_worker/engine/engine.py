@@ -43,10 +43,13 @@ class Engine:
     """Serves one base model and its adapters.
 
     Raises SettingsError, UnsupportedModelError or InvalidAdapterError, each with one sentence, where it can't start.
+    `on_broken` is called once, on the engine's thread, where several steps in a row have failed and it has given up.
     An adapter of `lora_paths` that can't be loaded stops the start if it is pinned, and is logged and left out if not.
     """
 
-    def __init__(self, settings: Settings, *, worker_name: str | None = None) -> None:
+    def __init__(
+        self, settings: Settings, *, worker_name: str | None = None, on_broken: Callable[[], None] = lambda: None
+    ) -> None:
         self.settings = settings
         inbox = Inbox()
         built = build(settings, inbox.put)
@@ -66,7 +69,7 @@ class Engine:
         self._tokenizing = ThreadPoolExecutor(1, "engine-tokenizer")
         self._is_closing = False
         self._last_info: dict[str, Any] = {}
-        self._thread = EngineThread(self._core, inbox)
+        self._thread = EngineThread(self._core, inbox, on_broken=on_broken)
         try:
             self._load_configured()
         except BaseException:
@@ -124,7 +127,7 @@ class Engine:
         identity = request_id or uuid.uuid4().hex
 
         def finished(end: Finished) -> None:
-            done(lambda: self._respond(end, is_chat="messages" in body))
+            done(lambda: self._respond(end))
 
         options = RowOptions(identity, finished, priority, time_limit_seconds, may_start, on_started)
         try:
@@ -181,6 +184,8 @@ class Engine:
         stays gone all the same, and the memory comes back with the last of them.
         """
 
+        check_name(lora_name)
+
         def unload() -> tuple[bool, Future[None]]:
             removed = self._core.adapters.unregister(lora_name, force=force)
             if removed is not None:
@@ -201,11 +206,16 @@ class Engine:
 
     def pin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
         """Keep the adapter in a slot; AdapterConflictError where no slot would stay unpinned."""
-        self._thread.call(lambda: self._core.adapters.pin(lora_name))
+        adapters = self._core.adapters
+        reference = adapters.registry.get(check_name(lora_name))
+        is_cached = self._thread.call(lambda: reference.digest in adapters.cache)
+        weights = None if is_cached else adapters.read_again(reference)
+        self._thread.call(lambda: adapters.pin(lora_name, weights))
         return {"success": True, "loaded_adapters": self.loaded_adapters()}
 
     def unpin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
         """Let the adapter be evicted again; succeeds, and says so, where it wasn't pinned."""
+        check_name(lora_name)
         was_pinned = self._thread.call(lambda: self._core.adapters.unpin(lora_name))
         result: dict[str, Any] = {"success": True, "loaded_adapters": self.loaded_adapters()}
         return result if was_pinned else result | {"message": f"the adapter {lora_name!r} was not pinned"}
@@ -272,10 +282,14 @@ class Engine:
         else:
             self._thread.post(lambda: self._core.add(sequence))
 
-    def _respond(self, end: Finished, *, is_chat: bool) -> dict[str, Any]:
+    def _respond(self, end: Finished) -> dict[str, Any]:
         if end.error is not None:
             raise end.error
-        return self._writer.write(end, is_chat=is_chat)
+        try:
+            return self._writer.write(end)
+        except Exception as error:
+            logger.exception("The answer of %s could not be written.", end.sequence.request_id)
+            raise GenerationError(f"the answer could not be written: {type(error).__name__}") from error
 
     def _make_info(self) -> dict[str, Any]:
         scheduler = self._core.scheduler

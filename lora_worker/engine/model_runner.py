@@ -24,11 +24,13 @@ class ModelRunner:
         self._lora = lora
 
     @torch.inference_mode()
-    def run(self, chunks: Rows[Chunk], rank: int) -> torch.Tensor:
+    def run(self, chunks: Rows[Chunk], *, new_blocks: list[int], rank: int) -> torch.Tensor:
         """Logits [sampling rows, V] of the chunks that sample, in their order; float32, or float64 of such a model.
 
         `chunks` are ordered by slot, base first; `rank` is the greatest rank among the adapters in them.
         """
+        if new_blocks:
+            self._attention.clear(new_blocks)
         ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.length]]
         positions = [p for c in chunks for p in range(c.start, c.start + c.length)]
         self._attention.step = AttentionStep(
@@ -47,10 +49,6 @@ class ModelRunner:
         finally:
             self._attention.step = self._lora.batch = None
         return logits if logits.dtype == torch.float64 else logits.float()
-
-    def scrub(self, blocks: list[int]) -> None:
-        """Clear what a row with values that are not finite has left behind."""
-        self._attention.scrub(blocks)
 
     def _lora_batch(self, chunks: Rows[Chunk], rank: int) -> LoraBatch | None:
         segments: list[Segment] = []

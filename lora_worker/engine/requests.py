@@ -50,8 +50,8 @@ class RequestReader:
         adapter = None if request.model in (None, self._base_name) else request.model
         if adapter is not None:
             self._check_adapter(adapter)
-        if request.stop_strings and self._tokenizer is None:
-            raise InvalidRequestError("the served model has no tokenizer, so stop strings can't be watched for")
+        if request.stop_strings and not getattr(self._tokenizer, "is_fast", False):
+            raise InvalidRequestError("the served model has no fast tokenizer, so stop strings can't be watched for")
         prompt = self._prompt_ids(request)
         return Sequence(
             prompt=prompt,
@@ -63,6 +63,7 @@ class RequestReader:
             ),
             max_tokens=self._max_tokens(request, len(prompt)),
             adapter_name=adapter,
+            is_chat=request.is_chat,
             stop_strings=request.stop_strings,
             ignore_eos=request.ignore_eos,
             **options._asdict(),
@@ -122,8 +123,9 @@ class ResponseWriter:
         self._base_name = base_name
         self._worker_name = worker_name
 
-    def write(self, finished: Finished, *, is_chat: bool) -> dict[str, Any]:
+    def write(self, finished: Finished) -> dict[str, Any]:
         sequence = finished.sequence
+        is_chat = sequence.is_chat
         text = self._text(finished)
         started = sequence.started_at or sequence.arrived_at
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finished.reason}

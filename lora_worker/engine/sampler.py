@@ -39,7 +39,9 @@ class Sampler:
         if drawn:
             chosen = [params[i] for i in drawn]
             places = torch.tensor([self._uniform(request_ids[i], params[i].seed) for i in drawn])
-            subset = logits[drawn] / torch.tensor([p.temperature for p in chosen], device=logits.device)[:, None]
+            temperatures = torch.tensor([p.temperature for p in chosen], dtype=torch.float64, device=logits.device)
+            # From the greatest down, so that a tiny temperature makes no infinity but a greedy row.
+            subset = (logits[drawn] - best[drawn, None]).double() / temperatures[:, None]
             for i, token in zip(drawn, draw(subset, chosen, places).tolist(), strict=True):
                 tokens_list[i] = token
         return Sampled(tokens_list, broken)
@@ -57,13 +59,13 @@ class Sampler:
 def draw(scaled: torch.Tensor, params: Rows[SamplingParams], places: torch.Tensor) -> torch.Tensor:
     """Inverse-CDF draw: the first token at which the row's cumulative probability passes its place in [0, 1).
 
-    scaled [rows, V] are logits over temperature, places [rows] in float64. Returns token ids [rows].
+    scaled [rows, V] are logits over temperature and places [rows], both in float64. Returns token ids [rows].
     """
     places = places.to(scaled.device)
     tokens = torch.empty(len(params), dtype=torch.long, device=scaled.device)
     plain = [i for i, p in enumerate(params) if not p.top_k and p.top_p >= 1]
     if plain:
-        tokens[plain] = _pick(torch.softmax(scaled[plain].double(), dim=-1), places[plain])
+        tokens[plain] = _pick(torch.softmax(scaled[plain], dim=-1), places[plain])
     for i, p in enumerate(params):
         if p.top_k or p.top_p < 1:
             tokens[i] = _draw_restricted(scaled[i], p, places[i : i + 1])
@@ -74,15 +76,15 @@ def _draw_restricted(scaled: torch.Tensor, params: SamplingParams, place: torch.
     vocabulary = scaled.shape[0]
     count = min(params.top_k or vocabulary, vocabulary)
     if params.top_p < 1 and count > TOP_P_CANDIDATES:
-        logits, ids = torch.topk(scaled.double(), min(TOP_P_CANDIDATES, count))
+        logits, ids = torch.topk(scaled, min(TOP_P_CANDIDATES, count))
         # Probabilities are over all the tokens that top_k leaves.
-        whole = scaled.double() if count == vocabulary else torch.topk(scaled.double(), count).values
+        whole = scaled if count == vocabulary else torch.topk(scaled, count).values
         probabilities = torch.exp(logits - torch.logsumexp(whole, dim=0))
         if probabilities.sum() < params.top_p:
-            logits, ids = torch.topk(scaled.double(), count)
+            logits, ids = torch.topk(scaled, count)
             probabilities = torch.softmax(logits, dim=0)
     else:
-        logits, ids = torch.topk(scaled.double(), count)
+        logits, ids = torch.topk(scaled, count)
         probabilities = torch.softmax(logits, dim=0)
     before = probabilities.cumsum(0) - probabilities
     kept = probabilities * (before < params.top_p)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lora_worker.adapters.reference import Readiness
 from lora_worker.engine.blocks import BlockManager
 from lora_worker.engine.sequence import Sequence
 
@@ -32,12 +33,18 @@ class Chunk(NamedTuple):
         return self.start + self.length == len(self.sequence.tokens)
 
 
+class Step(NamedTuple):
+    """What to compute, and which blocks their rows have just been given."""
+
+    chunks: list[Chunk]
+    new_blocks: list[int]
+
+
 class Scheduler:
     """Waiting and running rows, and the blocks they hold.
 
     Args:
-        start: makes a row's adapter ready and holds it. True: the row runs. False: not yet, others may pass.
-            None: no slot is free for it.
+        start: makes a row's adapter ready and holds it, where that can be done now.
         stop: lets go of a row's adapter.
     """
 
@@ -45,7 +52,7 @@ class Scheduler:
         self,
         blocks: BlockManager,
         *,
-        start: Callable[[Sequence], bool | None],
+        start: Callable[[Sequence], Readiness],
         stop: Callable[[Sequence], None],
         max_running: int,
         max_prefill_tokens: int,
@@ -55,6 +62,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self._new_blocks: list[int] = []
         self._start = start
         self._stop = stop
         self._max_running = max_running
@@ -73,19 +81,20 @@ class Scheduler:
             if len(self.running) >= self._max_running or not self._has_blocks(sequence):
                 left += waiting[position:]
                 break
-            ready = self._start(sequence)
-            if ready:
+            readiness = self._start(sequence)
+            if readiness is Readiness.READY:
                 self.running.append(sequence)
             elif not sequence.is_finished:
                 left.append(sequence)
-                if ready is None and now - sequence.arrived_at > self._max_wait_seconds:
+                if readiness is Readiness.NO_SLOT and now - sequence.arrived_at > self._max_wait_seconds:
                     left += waiting[position + 1 :]
                     break
         self.waiting = left + self.waiting
 
-    def schedule(self) -> list[Chunk]:
-        """The next step's chunks, each with the blocks it needs."""
+    def schedule(self) -> Step:
+        """The next step; its rows have the blocks they need."""
         chunks: list[Chunk] = []
+        self._new_blocks = []
         budget = self._max_prefill_tokens
         for sequence in list(self.running):
             if sequence not in self.running:
@@ -97,7 +106,7 @@ class Scheduler:
             if not decodes:
                 budget -= count
             chunks.append(Chunk(sequence, sequence.computed, count))
-        return chunks
+        return Step(chunks, self._new_blocks)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a row out, wherever it is, and free what it holds."""
@@ -131,7 +140,9 @@ class Scheduler:
             self._preempt(last)
             if last is sequence:
                 return False
-        sequence.blocks += self.blocks.take(more)
+        taken = self.blocks.take(more)
+        sequence.blocks += taken
+        self._new_blocks += taken
         return True
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -52,6 +52,7 @@ class Sequence:
     max_tokens: int
     on_finished: Callable[[Finished], None]
     adapter_name: str | None = None
+    is_chat: bool = False
     stop_strings: list[str] = field(default_factory=list)
     ignore_eos: bool = False
     priority: int = 0

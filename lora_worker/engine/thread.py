@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 # While rows wait for a read or for time to pass, the engine looks again this often.
 IDLE_LOOK_SECONDS = 0.05
+FAILED_STEPS_TO_GIVE_UP = 3
 
 
 class Inbox(queue.SimpleQueue[Callable[[], None]]):
@@ -27,9 +28,11 @@ class Inbox(queue.SimpleQueue[Callable[[], None]]):
 class EngineThread:
     """Runs the inbox and the core's steps in turn until it is closed."""
 
-    def __init__(self, core: EngineCore, inbox: Inbox) -> None:
+    def __init__(self, core: EngineCore, inbox: Inbox, *, on_broken: Callable[[], None]) -> None:
         self._core = core
         self._inbox = inbox
+        self._on_broken = on_broken
+        self._failed_steps = 0
         self._is_closing = False
         self._closing_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -69,9 +72,23 @@ class EngineThread:
             self._take_inbox(wait=not (progressed and self._core.has_rows))
             try:
                 progressed = self._core.step()
+                self._failed_steps = 0
             except Exception as error:
-                logger.exception("A step failed; the rows that ran are failed, the others go on.")
+                self._failed_steps += 1
+                logger.exception("A step failed.")
                 self._fail_running(error)
+
+    def _fail_running(self, error: Exception) -> None:
+        """Fail the rows that ran; after several such steps in a row, hand everything back, for the device is broken."""
+        if self._failed_steps < FAILED_STEPS_TO_GIVE_UP:
+            sentence = f"a step failed with {type(error).__name__}: {str(error)[:200]}"
+            for sequence in list(self._core.scheduler.running):
+                self._core.fail(sequence, GenerationError(sentence))
+            return
+        logger.critical("%d steps in a row have failed; the engine gives up.", self._failed_steps)
+        self._fail_all()
+        if self._failed_steps == FAILED_STEPS_TO_GIVE_UP:
+            self._on_broken()
 
     def _take_inbox(self, *, wait: bool) -> None:
         try:
@@ -89,10 +106,6 @@ class EngineThread:
             action()
         except Exception:
             logger.exception("Something posted to the engine failed; the engine goes on.")
-
-    def _fail_running(self, error: Exception) -> None:
-        for sequence in list(self._core.scheduler.running):
-            self._core.fail(sequence, GenerationError(f"a step failed with {type(error).__name__}: {str(error)[:200]}"))
 
     def _fail_all(self) -> None:
         for sequence in self._core.rows:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from celery.concurrency.base import BasePool, apply_target
+from celery.worker import state
 
 from lora_worker.errors import EngineStoppedError, LoraWorkerError
+from lora_worker.fleet.daemons import DaemonThreads
 from lora_worker.fleet.task_row import TaskRow
 from lora_worker.settings import Settings
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 FINISHER_THREADS = 8
 MANAGEMENT_THREADS = 4
 DRAIN_LOOK_SECONDS = 0.05
+CLOSE_SECONDS = 5.0
 
 _current: list[EnginePool] = []
 
@@ -35,7 +37,7 @@ _current: list[EnginePool] = []
 def current_engine() -> Engine:
     """The engine of this worker process; EngineStoppedError where none runs."""
     if not _current:
-        raise EngineStoppedError("this process runs no engine; adapter tasks are for a worker with the engine pool")
+        raise EngineStoppedError("the engine of this worker has stopped, or the task runs outside of a worker")
     return _current[-1].engine
 
 
@@ -48,8 +50,8 @@ class EnginePool(BasePool):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rows: dict[str, TaskRow] = {}
-        self._finishers = ThreadPoolExecutor(FINISHER_THREADS, "finisher")
-        self._managers = ThreadPoolExecutor(MANAGEMENT_THREADS, "management")
+        self._finishers = DaemonThreads(FINISHER_THREADS, "finisher")
+        self._managers = DaemonThreads(MANAGEMENT_THREADS, "management")
         self._is_stopping = False
         self.engine: Engine
 
@@ -58,14 +60,15 @@ class EnginePool(BasePool):
 
         from lora_worker.engine import Engine
 
+        self._does_debug = False  # Celery would log every task's arguments at DEBUG
         disable_progress_bar()  # a log is no terminal
         settings: Settings = self.app.lora_settings
         _, worker_name = self.options.get("initargs") or (None, None)
         logger.info("Loading %s.", settings.model)
         try:
-            self.engine = Engine(settings, worker_name=worker_name)
+            self.engine = Engine(settings, worker_name=worker_name, on_broken=_end_worker)
         except LoraWorkerError as error:
-            logger.critical("The worker cannot start: %s", error)
+            logger.critical("lora-worker cannot start: %s", error)
             raise SystemExit(1) from None
         _current.append(self)
 
@@ -81,11 +84,16 @@ class EnginePool(BasePool):
         **_: Any,
     ) -> TaskRow | None:
         name, task_id, message = args[:3]
-        if not getattr(self.app.tasks.get(name), "runs_in_engine", False):
-            self._managers.submit(apply_target, target, args, kwargs, callback, accept_callback)
-            return None
         # `callback` is a method of the request, which alone knows of revocation and expiry.
         request = callback.__self__
+        if not getattr(self.app.tasks.get(name), "runs_in_engine", False):
+
+            def manage() -> None:
+                if not request.revoked():
+                    apply_target(target, args, kwargs, callback, accept_callback)
+
+            self._managers.submit(manage)
+            return None
         running = self._rows.get(task_id)
         if running is not None and running.attach(request):
             logger.warning("A copy of the running task %s was delivered; it shares the answer.", task_id)
@@ -120,7 +128,7 @@ class EnginePool(BasePool):
                 self.engine.cancel(row.task_id)
         end = time.monotonic() + self.app.lora_settings.drain_seconds
         logger.info("Draining: %d rows run, %d go back to the queue.", *_counts(rows))
-        while self._rows and time.monotonic() < end:
+        while (self._rows or self._managers.unfinished) and time.monotonic() < end:
             time.sleep(DRAIN_LOOK_SECONDS)
         if self._rows:
             logger.warning("%d rows did not finish within drain_seconds and go back to the queue.", len(self._rows))
@@ -135,8 +143,10 @@ class EnginePool(BasePool):
         if self in _current:
             _current.remove(self)
             self.engine.close()
-        self._finishers.shutdown(wait=True)
-        self._managers.shutdown(wait=False, cancel_futures=True)
+        # A moment for what the engine has just failed; with Redis away it is left, and its messages come again.
+        end = time.monotonic() + CLOSE_SECONDS
+        while (self._finishers.unfinished or self._managers.unfinished) and time.monotonic() < end:
+            time.sleep(DRAIN_LOOK_SECONDS)
 
     def _get_info(self) -> dict[str, Any]:
         return {"max-concurrency": self.limit, "rows": len(self._rows), "lora": self.engine.info()}
@@ -146,14 +156,16 @@ class EnginePool(BasePool):
         return self._is_stopping
 
     def run_later(self, function: Callable[[], None]) -> None:
-        try:
-            self._finishers.submit(function)
-        except RuntimeError:
-            logger.debug("The pool has stopped; what was to be finished stays in the queue.")
+        self._finishers.submit(function)
 
     def forget(self, row: TaskRow) -> None:
         if self._rows.get(row.task_id) is row:
             del self._rows[row.task_id]
+
+
+def _end_worker() -> None:
+    """Let Celery's loop end the worker as by a cold shutdown: everything goes back to the queue."""
+    state.should_terminate = 1
 
 
 def _body_of(message: dict[str, Any]) -> dict[str, Any]:

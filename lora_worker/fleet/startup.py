@@ -26,7 +26,7 @@ def check_settings(instance: Any = None, conf: Any = None, options: Any = None, 
         conf.worker_concurrency = claims(settings, (options or {}).get("pool"))
     except LoraWorkerError as error:
         # Celery swallows any other exception here, and the worker would get ready all the same.
-        raise SystemExit(f"The worker cannot start: {error}") from None
+        raise SystemExit(f"lora-worker cannot start: {error}") from None
     hide_from_logs(run_seconds)
     # Under Redis's own names, so that logs and `inspect` go on showing redis:// URLs; in this process alone.
     TRANSPORT_ALIASES.update(redis=TRANSPORT, rediss=TRANSPORT)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import Task
-from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
+from celery.exceptions import Reject, SoftTimeLimitExceeded, TimeLimitExceeded
 from pydantic import ConfigDict, ValidationError, validate_call
 
-from lora_worker.errors import InvalidRequestError, LoraWorkerError
+from lora_worker.errors import EngineStoppedError, InvalidRequestError, LoraWorkerError
 from lora_worker.fleet.engine_pool import current_engine
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ def checked(function: Callable[..., T]) -> Callable[..., T]:
     def run(*args: Any, **kwargs: Any) -> T:
         try:
             return validated(*args, **kwargs)
+        except EngineStoppedError as error:
+            # The worker is stopping; another one, or this one later, does it.
+            raise Reject(str(error), requeue=True) from None
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise InvalidRequestError(f"the argument {first['loc'][0]!r} is wrong: {first['msg']}") from None

@@ -111,8 +111,8 @@ class TaskRow:
         return request.id not in state.revoked and not request.maybe_expire()
 
     def on_started(self) -> None:
-        self.is_started = True
         self._started_at = time.monotonic()
+        self.is_started = True
         self._pool.run_later(self._accept)
 
     def on_done(self, outcome: Outcome) -> None:
@@ -174,9 +174,6 @@ class TaskRow:
             return _raiser(TimeLimitExceeded(self._hard_limit))
         except LoraWorkerError as error:
             return _raiser(error)
-        except Exception as error:
-            logger.exception("The answer of %s could not be written.", self.task_id)
-            return _raiser(LoraWorkerError(f"the answer could not be written: {type(error).__name__}"))
         return lambda: answer
 
     def _tell_requests(self, traced: tuple[Any, Any, float]) -> None:

@@ -57,8 +57,8 @@ class BlockCacheAttention:
         return sum(keys.nbytes + values.nbytes for keys, values in self.cache.values()) // places
 
     @torch.inference_mode()
-    def scrub(self, blocks: list[int]) -> None:
-        """Zero blocks of a row whose values are not finite: padding may be read, and 0 * NaN is NaN."""
+    def clear(self, blocks: list[int]) -> None:
+        """Zero blocks that a row has been given: it reads places beyond its end, masked, and 0 * NaN is NaN."""
         for keys, values in self.cache.values():
             keys[blocks] = 0
             values[blocks] = 0

@@ -22,6 +22,9 @@ from lora_worker.settings import Settings
 # A probe's logits may differ from transformers' by rounding, here as a share of their norm; a feature that is missing
 # moves them by a large share. transformers' eager softmax is in float32 whatever the model's dtype.
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in PROBE_TOLERANCE)
+# These choose their frequencies by the longest row of a batch, so a row's answer would depend on its neighbours'.
+ROPE_BY_LONGEST_ROW = {"dynamic", "longrope"}
 BLOCK_SIZE = 32
 UNBOUNDED_MODEL_LEN = 4096
 
@@ -40,9 +43,12 @@ def choose_device(name: str) -> torch.device:
     """The device of the setting; 'auto' is the first CUDA card, else the CPU."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UnsupportedModelError(f"device is {name}, but torch finds no CUDA card here; use device=cpu or auto")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedModelError(
+            f"device is {name}, but torch finds {torch.cuda.device_count()} CUDA cards here; use another, cpu or auto"
+        )
+    return device
 
 
 def load_model(settings: Settings) -> LoadedModel:
@@ -61,16 +67,18 @@ def load_model(settings: Settings) -> LoadedModel:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=attention.name, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        model.to(device)  # type: ignore[arg-type] # transformers wraps torch's method and loses its types
+    except Exception as error:  # of many classes: a broken file, a family that is not known, memory that does not do
         attention.close()
         raise UnsupportedModelError(f"transformers cannot load the model {folder}: {error}") from None
-    model.to(device)  # type: ignore[arg-type] # transformers wraps torch's method and loses its types
     model.eval().requires_grad_(requires_grad=False)
+    if model.dtype not in PROBE_TOLERANCE:
+        raise UnsupportedModelError(f"{folder} has weights in {model.dtype}; set dtype to one of {', '.join(DTYPES)}")
     _probe(model, attention)
     limit = _position_limit(model)
     if settings.max_model_len is not None and settings.max_model_len > limit:
         raise UnsupportedModelError(
-            f"max_model_len is {settings.max_model_len}, but {folder.name} has positions for {limit} tokens; "
+            f"max_model_len is {settings.max_model_len}, but {folder.name} can be served exactly up to {limit} tokens; "
             f"set it to at most {limit}"
         )
     return LoadedModel(
@@ -99,8 +107,15 @@ def _eos_ids(folder: Path, model: PreTrainedModel) -> frozenset[int]:
 
 
 def _position_limit(model: PreTrainedModel) -> int:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else UNBOUNDED_MODEL_LEN
+    """The tokens up to which a row's answer depends on that row alone."""
+    config = model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None)]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # One set of parameters, or one a type of layer.
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") in ROPE_BY_LONGEST_ROW:
+            limits.append(rope.get("original_max_position_embeddings"))
+    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=UNBOUNDED_MODEL_LEN)
 
 
 @torch.inference_mode()

@@ -334,3 +334,66 @@ def test_anything_in_any_order_keeps_every_count_and_every_answer(
     assert all(ended.values()), ended
     wait_for(lambda: engine.info()["running"] == 0, "all rows have ended")
     engine.check_integrity()
+
+
+def test_a_request_id_in_use_is_refused_and_harms_nobody(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    first = Row(engine, prompt=[1])
+    again: Future[Callable[[], dict[str, Any]]] = Future()
+    engine.submit({"prompt": [1], "max_tokens": 1}, again.set_result, request_id=first.id)
+    with pytest.raises(errors.InvalidRequestError, match=first.id):
+        again.result(60)()
+    assert first.answer()
+
+
+def test_an_adapter_larger_than_the_host_cache_is_served(
+    make_engine: Callable[..., Engine], paths: dict[str, Path]
+) -> None:
+    entries = [f"{name}={path}" for name, path in paths.items()]
+    engine = make_engine(lora_paths=entries, max_loras_per_batch=1, max_loaded_lora_bytes=100)
+    answers = engine.generate([{"model": name, "prompt": [1], "max_tokens": 3} for name in paths for _ in range(2)])
+    assert len(answers) == 2 * len(paths)
+
+
+def test_a_pinned_adapter_can_be_replaced_when_no_more_could_be_pinned(
+    make_engine: Callable[..., Engine], paths: dict[str, Path]
+) -> None:
+    pinned = {"lora_name": "a", "lora_path": str(paths["attention"]), "pinned": True}
+    engine = make_engine(lora_paths=[pinned], max_loras_per_batch=2)
+    engine.load_lora_adapter("a", str(paths["mlp"]), replace=True)
+    assert engine.list_lora_adapters()["a"]["pinned"]
+    assert engine.generate([{"model": "a", "prompt": [1], "max_tokens": 2}])
+    engine.check_integrity()
+
+
+def test_a_failed_replacement_leaves_the_old_one_in_service(
+    make_engine: Callable[..., Engine], paths: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = make_engine(lora_paths=[f"a={paths['attention']}"])
+    body = {"model": "a", "prompt": [1], "max_tokens": 8, "temperature": 0}
+    before = engine.generate([body])
+    with pytest.raises(errors.InvalidAdapterError):
+        engine.load_lora_adapter("a", str(tmp_path), replace=True)
+    after = engine.generate([body])
+    assert before[0]["choices"] == after[0]["choices"]  # type: ignore[index]
+
+
+def test_a_pin_of_an_adapter_whose_folder_is_gone_is_refused(
+    make_engine: Callable[..., Engine], paths: dict[str, Path], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    gone = save_adapter(tiny_model("llama"), tmp_path / "gone", seed=5, r=2, target_modules=["q_proj"])
+    engine = make_engine(lora_paths=[f"gone={gone}", f"other={paths['mlp']}"], max_loaded_loras=1)
+    (gone / "adapter_config.json").unlink()
+    with pytest.raises(errors.InvalidAdapterError, match="gone"):
+        engine.pin_lora_adapter("gone")
+    with pytest.raises(errors.InvalidAdapterError, match="gone"):
+        engine.generate([{"model": "gone", "prompt": [1]}])
+    assert engine.generate([{"model": "other", "prompt": [1], "max_tokens": 1}])
+
+
+def test_fields_that_are_null_are_fields_that_are_absent(make_engine: Callable[..., Engine]) -> None:
+    body = {"prompt": "w1", "messages": None, "seed": None, "stop": None, "max_tokens": 2, "temperature": 1e-40}
+    (answer,) = make_engine().generate([body])
+    assert isinstance(answer, dict)
+    assert answer["object"] == "text_completion"
+    assert "text" in answer["choices"][0]

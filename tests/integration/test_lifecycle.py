@@ -66,7 +66,7 @@ def test_a_wrong_setting_stops_the_start_with_one_sentence(
 ) -> None:
     with WorkerProcess(own_server, tmp_path, {**worker_settings, **settings}) as worker:
         assert worker.wait_until_ended() == 1
-        (line,) = [line for line in worker.log.splitlines() if "The worker cannot start: " in line]
+        (line,) = [line for line in worker.log.splitlines() if "lora-worker cannot start: " in line]
         for word in words:
             assert word in line
         assert "Traceback" not in worker.log

@@ -57,6 +57,12 @@ def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
         assert batch == solo
 
 
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.tensor([[5.0, 30.0, -4.0], [1.0, 1.5, 29.0]])
+    params = [SamplingParams(1e-40, 1.0, 0, 1), SamplingParams(1e-40, 0.9, 2, 1)]
+    assert Sampler().sample(logits, ["a", "b"], params).tokens == [1, 2]
+
+
 def test_a_greedy_row_takes_the_best_and_a_broken_row_is_told() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [float("nan"), 0.0, 1.0], [float("inf"), 0.0, 1.0]])
     sampled = Sampler().sample(logits, ["a", "b", "c"], [SamplingParams(0, 1, 0, 0)] * 3)

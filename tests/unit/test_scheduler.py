@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lora_worker.adapters.reference import Readiness
 from lora_worker.engine.blocks import BlockManager
 from lora_worker.engine.scheduler import Scheduler
 from lora_worker.engine.sequence import SamplingParams, Sequence
@@ -19,10 +20,10 @@ class Slots:
     """Stands for the adapters: which rows may start."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, bool | None] = {}
+        self.answers: dict[str, Readiness] = {}
 
-    def start(self, sequence: Sequence) -> bool | None:
-        return self.answers.get(sequence.request_id, True)
+    def start(self, sequence: Sequence) -> Readiness:
+        return self.answers.get(sequence.request_id, Readiness.READY)
 
 
 def make_scheduler(slots: Slots, *, blocks: int = 100, running: int = 10, wait: float = 1000.0) -> Scheduler:
@@ -41,7 +42,8 @@ def names(rows: list[Sequence]) -> list[str]:
 
 
 def run_step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
-    chunks = scheduler.schedule()
+    chunks, new_blocks = scheduler.schedule()
+    assert set(new_blocks) <= {block for row in scheduler.running for block in row.blocks}
     for chunk in chunks:
         chunk.sequence.computed += chunk.length
         if chunk.samples or chunk.sequence.remaining == 0:
@@ -61,7 +63,7 @@ def test_rows_start_by_priority_and_then_by_arrival() -> None:
 
 def test_a_row_without_a_slot_lets_others_pass_until_it_has_waited_too_long() -> None:
     slots = Slots()
-    slots.answers["a"] = None
+    slots.answers["a"] = Readiness.NO_SLOT
     scheduler = make_scheduler(slots)
     scheduler.add(make_sequence("a"))
     scheduler.add(make_sequence("b"))
@@ -72,14 +74,14 @@ def test_a_row_without_a_slot_lets_others_pass_until_it_has_waited_too_long() ->
     scheduler.admit()
     assert names(scheduler.running) == ["b"]
     assert names(scheduler.waiting) == ["a", "c"]
-    slots.answers["a"] = True
+    slots.answers["a"] = Readiness.READY
     scheduler.admit()
     assert names(scheduler.running) == ["b", "a", "c"]
 
 
 def test_a_row_whose_adapter_is_being_read_holds_up_nobody() -> None:
     slots = Slots()
-    slots.answers["a"] = False
+    slots.answers["a"] = Readiness.NOT_YET
     scheduler = make_scheduler(slots, wait=0.001)
     scheduler.add(make_sequence("a"))
     scheduler.waiting[0].arrived_at -= 2000

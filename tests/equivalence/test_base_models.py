@@ -1,0 +1,39 @@
+"""Which base models are served, and which are refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
+
+from lora_worker.engine import Engine
+from lora_worker.errors import UnsupportedModelError
+from lora_worker.settings import Settings
+
+
+def start(folder: Path, **more: Any) -> None:
+    Engine(Settings(model=folder, device="cpu", dtype="float32", **more)).close()
+
+
+def test_a_family_that_never_calls_the_attention_function_is_refused(tmp_path: Path) -> None:
+    model: PreTrainedModel = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="Bloom"):
+        start(tmp_path)
+
+
+def test_rope_that_looks_at_the_longest_row_is_bounded_to_where_it_does_not(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for file in tiny_model("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    start(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"max_model_len is 101.*up to 100"):
+        start(tmp_path, max_model_len=101)
