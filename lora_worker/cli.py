@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -13,9 +14,10 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lora_worker.client import Client
-from lora_worker.errors import LoraWorkerError
+from lora_worker.errors import InvalidAdapterError, LoraWorkerError, SettingsError
 from lora_worker.settings import Settings, explain, mask_url
 
 # How long a command waits for a worker before it says that none answers.
@@ -63,6 +65,32 @@ def status() -> None:
     Console().print(f"{_queue_length(client)} messages wait in the queue {client.app.conf.task_default_queue!r}.")
     if not stats:
         sys.exit(1)
+
+
+@cli.command(name="check-adapter")
+@click.argument("path")
+@click.option("--model", help="Folder of the base model; the setting where it is left out.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def check_adapter_command(path: str, *, model: str | None, as_json: bool) -> None:
+    """Say what a worker would serve of the adapter in the folder PATH, or why it would refuse it (exit code 1)."""
+    from lora_worker.adapters.check import check_adapter
+
+    found = Settings(**({"model": model} if model else {}))
+    if found.model is None:
+        raise SettingsError("no base model is named; give --model, or set LORA_WORKER_MODEL")
+    try:
+        report = asdict(check_adapter(path, found))
+    except InvalidAdapterError as error:
+        click.echo(json.dumps({"served": False, "reason": str(error)}, indent=2) if as_json else f"refused: {error}")
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps({"served": True, **report}, indent=2))
+        return
+    table = _table("field", "value")
+    for field, value in {"served": "yes, exactly as PEFT does", **report}.items():
+        shown = ", ".join(str(item) for item in value) or "none" if isinstance(value, list) else str(value)
+        table.add_row(field, Text(shown))
+    Console().print(table)
 
 
 @cli.group()

@@ -79,6 +79,7 @@ class Settings(BaseSettings):
     queue_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")] = "lora"
     lora_paths: Annotated[list[LoraPath], NoDecode] = []
     adapter_roots: Annotated[list[Path], NoDecode] = []
+    allow_hub: bool = False
     max_loras_per_batch: Annotated[int, Field(ge=1, le=4096)] = 8
     max_loaded_loras: Annotated[int, Field(ge=1)] = 1024
     max_loaded_lora_bytes: ByteSize = ByteSize(8 * 1024**3)

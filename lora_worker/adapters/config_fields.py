@@ -12,39 +12,61 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
+from peft.utils.other import get_pattern_key
 
 from lora_worker.errors import InvalidAdapterError
 
+CONFIG_FILE = "adapter_config.json"
+
 SERVED = {
-    "r",
-    "lora_alpha",
-    "target_modules",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "use_rslora",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
+    "r": "rank of each pair",
+    "lora_alpha": "with r, the scaling",
+    "target_modules": "names, paths, a regular expression or all-linear, by PEFT's own matching",
+    "exclude_modules": "names, paths or a regular expression, by PEFT's own matching",
+    "fan_in_fan_out": "Conv1D of GPT-2; PEFT corrects it by itself",
+    "use_rslora": "scaling by the root of the rank",
+    "layers_to_transform": "by PEFT's own rules",
+    "layers_pattern": "by PEFT's own rules",
+    "rank_pattern": "by PEFT's own matching; a pattern that matches nothing is a warning",
+    "alpha_pattern": "by PEFT's own matching; a pattern that matches nothing is a warning",
 }
 # These act on training, on initialisation, or on nothing once the weights are saved.
 WITHOUT_EFFECT = {
-    "peft_type",
-    "peft_version",
-    "task_type",
-    "auto_mapping",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "lora_dropout",
-    "megatron_core",
-    "loftq_config",
-    "eva_config",
-    "corda_config",
-    "lora_ga_config",
-    "runtime_config",
-    "qalora_group_size",
-    "init_lora_weights",
+    "peft_type": "must be LORA",
+    "peft_version": "says who wrote the file",
+    "task_type": "says what it was trained for",
+    "auto_mapping": "says which class it was trained on",
+    "base_model_name_or_path": "a base of another name is a warning; shapes decide",
+    "revision": "says which version of the base it was trained on",
+    "inference_mode": "a worker does nothing else",
+    "lora_dropout": "acts in training alone",
+    "megatron_core": "matters where megatron_config is set, which is refused",
+    "loftq_config": "acts on initialisation, which init_lora_weights decides",
+    "eva_config": "acts on initialisation, which init_lora_weights decides",
+    "corda_config": "acts on initialisation, which init_lora_weights decides",
+    "lora_ga_config": "acts on initialisation, which init_lora_weights decides",
+    "runtime_config": "how PEFT runs, not what it computes",
+    "qalora_group_size": "matters where use_qalora is on, which is refused",
+    "init_lora_weights": "served where it leaves the base model as it was, else refused",
+}
+# Every other field must have PEFT's default. Why, for those that this PEFT has:
+REFUSED = {
+    "bias": "trained biases are not part of the slots",
+    "modules_to_save": "whole modules are not part of the slots",
+    "megatron_config": "another implementation of the layers",
+    "trainable_token_indices": "changes rows of the embedding",
+    "use_dora": "scales the base's own columns, per adapter",
+    "velora_config": "another way of training, not tried",
+    "alora_invocation_tokens": "acts from a token on, within a row",
+    "use_qalora": "pools the input before the pair",
+    "monteclora_config": "draws its weights anew",
+    "layer_replication": "makes another base model",
+    "lora_bias": "a bias on the second matrix is not part of the slots",
+    "target_parameters": "expert parameters are not linear modules",
+    "use_bdlora": "block-diagonal matrices are another product",
+    "arrow_config": "routes between adapters",
+    "kasa_config": "another decomposition of the base",
+    "ensure_weight_tying": "acts on embeddings, which are not served",
 }
 # Initialisations that leave the base model as it is; the others (PiSSA, OLoRA, CorDA, LoftQ, ...) subtract from it.
 HARMLESS_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -53,7 +75,7 @@ REQUIRED = ("r", "target_modules")
 
 def read_config(name: str, folder: Path) -> dict[str, Any]:
     """The checked content of `adapter_config.json`; InvalidAdapterError names the file, the field and the remedy."""
-    file = folder / "adapter_config.json"
+    file = folder / CONFIG_FILE
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -87,8 +109,22 @@ def to_lora_config(config: dict[str, Any]) -> LoraConfig:
 def fields_without_effect(config: dict[str, Any]) -> list[str]:
     """The fields that are set, differ from PEFT's default, and change nothing here."""
     bookkeeping = {"peft_type", "peft_version", "task_type", "inference_mode", "base_model_name_or_path", "revision"}
-    candidates = WITHOUT_EFFECT - bookkeeping
+    candidates = set(WITHOUT_EFFECT) - bookkeeping
     return sorted(f for f in candidates if f in config and config[f] and not _is_default(f, config[f]))
+
+
+def unmatched(config: dict[str, Any], paths: list[str]) -> list[str]:
+    """Warnings of names and patterns that match none of the modules an adapter has been given, as PEFT matches them."""
+    found = []
+    targets = config["target_modules"]
+    for target in targets if isinstance(targets, list) else []:
+        if not any(path == target or path.endswith(f".{target}") for path in paths):
+            found.append(f"target_modules names {target}, which matches no module")
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in config.get(field) or {}:
+            if all(get_pattern_key([pattern], path) != pattern for path in paths):
+                found.append(f"{field} has the pattern {pattern}, which matches no module")
+    return found
 
 
 def _check_initialisation(name: str, config: dict[str, Any]) -> None:
@@ -107,3 +143,22 @@ def _is_default(field: str, value: Any) -> bool:
         return not value
     default = known.default_factory() if known.default_factory is not MISSING else known.default
     return bool(value == default) or (not value and not default)
+
+
+def decisions() -> list[tuple[str, str, str]]:
+    """Every field of the installed PEFT's LoraConfig with what this worker does with it, and why."""
+    rows = []
+    for name in sorted(field.name for field in fields(LoraConfig)):
+        for decision, reasons in (("served", SERVED), ("without effect", WITHOUT_EFFECT), ("refused", REFUSED)):
+            if name in reasons:
+                rows.append((name, decision, reasons[name]))
+                break
+        else:
+            rows.append((name, "refused", "not known to this worker"))
+    return rows
+
+
+def decisions_table() -> str:
+    """The same in Markdown, as `docs/adapters.md` has it."""
+    lines = [f"| `{name}` | {decision} | {reason} |" for name, decision, reason in decisions()]
+    return "\n".join(["| field | decision | why |", "|---|---|---|", *lines])

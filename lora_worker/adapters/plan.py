@@ -20,25 +20,21 @@ from typing import Any, NamedTuple
 import torch
 from peft import inject_adapter_in_model
 from peft.tuners.lora import Linear as PeftLoraLinear
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from lora_worker.adapters.config_fields import SERVED, fields_without_effect, read_config, to_lora_config
+from lora_worker.adapters.config_fields import (
+    CONFIG_FILE,
+    SERVED,
+    fields_without_effect,
+    read_config,
+    to_lora_config,
+    unmatched,
+)
 from lora_worker.adapters.reference import LoadReport
+from lora_worker.adapters.weights import PICKLED, SAFETENSORS, Placement, match, read_tensors
 from lora_worker.errors import InvalidAdapterError
 
-KEY_PREFIX = "base_model.model."
 PLACEMENTS_KEPT = 64
-
-
-class Placement(NamedTuple):
-    """Where PEFT puts one LoRA pair, and how."""
-
-    rank: int
-    scaling: float
-    in_features: int
-    out_features: int
 
 
 class LoraPair(NamedTuple):
@@ -75,6 +71,7 @@ class AdapterPlanner:
 
     def __init__(self, config: PretrainedConfig, *, targetable: set[str], max_rank: int, dtype: torch.dtype) -> None:
         self._config = config
+        self._vocabulary: int = config.get_text_config().vocab_size
         self._targetable = targetable
         self._max_rank = max_rank
         self._dtype = dtype
@@ -84,12 +81,18 @@ class AdapterPlanner:
     def load(self, name: str, folder: Path) -> LoadedAdapter:
         """Read, check and cast; raises InvalidAdapterError for whatever can't be served exactly."""
         started = time.monotonic()
+        before = _stamps(folder)
         config = read_config(name, folder)
         placements = self._placements_of(name, config)
-        tensors = _read_tensors(name, folder)
+        tensors = read_tensors(name, folder)
+        if _stamps(folder) != before:
+            raise InvalidAdapterError(
+                f"the files of the adapter {name!r} in {folder} changed while they were read; load it again when they "
+                f"are written whole"
+            )
         digest = hashlib.sha256()
         pairs = {}
-        for path, (a, b) in _match(name, placements, tensors).items():
+        for path, (a, b) in match(name, placements, tensors, vocabulary=self._vocabulary).items():
             placement = placements[path]
             digest.update(f"{path} {placement.scaling!r} {a.dtype} {tuple(a.shape)} {tuple(b.shape)}".encode())
             digest.update(a.contiguous().view(torch.uint8).numpy().tobytes())
@@ -107,7 +110,7 @@ class AdapterPlanner:
             modules=len(pairs),
             bytes=nbytes,
             ignored_fields=fields_without_effect(config),
-            warnings=self._warnings(config, tensors),
+            warnings=[*unmatched(config, list(pairs)), *self._warnings(config, tensors)],
             seconds=round(time.monotonic() - started, 4),
         )
         return LoadedAdapter(adapter, report)
@@ -132,7 +135,8 @@ class AdapterPlanner:
                 skeleton = AutoModelForCausalLM.from_config(self._config)
                 inject_adapter_in_model(to_lora_config(config), skeleton, low_cpu_mem_usage=True)
         except Exception as error:  # re.error, AttributeError and more, from whatever a configuration holds
-            raise InvalidAdapterError(f"PEFT cannot place the adapter {name!r} on this base model: {error}") from None
+            reason = " ".join(str(error).split())
+            raise InvalidAdapterError(f"PEFT cannot place the adapter {name!r} on this base model: {reason}") from None
         placements = {}
         module: Any
         for path, module in skeleton.named_modules():
@@ -195,59 +199,8 @@ def _shape_of_pair(module: PeftLoraLinear) -> tuple[torch.Size, int]:
     return a.shape, b.shape[0]
 
 
-def _read_tensors(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    safe, pickled = folder / "adapter_model.safetensors", folder / "adapter_model.bin"
-    try:
-        if safe.is_file():
-            return load_file(safe)
-        if pickled.is_file():
-            loaded = torch.load(pickled, map_location="cpu", weights_only=True)
-            if isinstance(loaded, dict) and all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
-                return loaded
-            raise InvalidAdapterError(f"{pickled} of the adapter {name!r} holds no mapping of names to tensors")
-    except InvalidAdapterError:
-        raise
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
-        raise InvalidAdapterError(f"the weights of the adapter {name!r} in {folder} cannot be read: {error}") from None
-    except Exception as error:  # pickle raises errors of many classes; none of them executes anything
-        raise InvalidAdapterError(f"{pickled} of the adapter {name!r} holds more than tensors: {error}") from None
-    raise InvalidAdapterError(f"{folder} of the adapter {name!r} has no adapter_model.safetensors")
-
-
-def _match(
-    name: str, placements: dict[str, Placement], tensors: dict[str, torch.Tensor]
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Every placed module with its two tensors, in a fixed order; nothing missing, nothing left over."""
-    left = dict(tensors)
-    matched = {}
-    for path in sorted(placements):
-        placement = placements[path]
-        shapes = {
-            "lora_A": (placement.rank, placement.in_features),
-            "lora_B": (placement.out_features, placement.rank),
-        }
-        pair = []
-        for letter, shape in shapes.items():
-            key = f"{KEY_PREFIX}{path}.{letter}.weight"
-            tensor = left.pop(key, None)
-            if tensor is None:
-                raise InvalidAdapterError(f"the adapter {name!r} lacks the tensor {key}, which its target_modules need")
-            if tuple(tensor.shape) != shape:
-                raise InvalidAdapterError(
-                    f"the tensor {key} of the adapter {name!r} has the shape {list(tensor.shape)}; "
-                    f"this base model and the adapter's rank need {list(shape)}"
-                )
-            if not tensor.is_floating_point() or tensor.element_size() < 2:
-                raise InvalidAdapterError(
-                    f"the tensor {key} of the adapter {name!r} is {tensor.dtype}; float16, bfloat16, float32 or "
-                    f"float64 is served"
-                )
-            pair.append(tensor)
-        matched[path] = (pair[0], pair[1])
-    if left:
-        first = ", ".join(sorted(left)[:3])
-        raise InvalidAdapterError(
-            f"the adapter {name!r} has {len(left)} tensors that its configuration gives no place on this base model "
-            f"(first: {first}); nothing of an adapter is dropped in silence"
-        )
-    return matched
+def _stamps(folder: Path) -> list[tuple[int, int, int]]:
+    """What differs where a file has been written or replaced."""
+    files = [folder / name for name in (CONFIG_FILE, SAFETENSORS, PICKLED)]
+    stats = [file.stat() for file in files if file.is_file()]
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]

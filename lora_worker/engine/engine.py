@@ -163,9 +163,9 @@ class Engine:
         check_name(lora_name)
         roots = self.settings.adapter_roots
         if within_roots:
-            folder = resolve_task_path(lora_name, str(lora_path), roots)
+            folder = resolve_task_path(lora_name, str(lora_path), roots, allow_hub=self.settings.allow_hub)
         else:
-            folder = resolve_operator_path(lora_name, lora_path, roots)
+            folder = resolve_operator_path(lora_name, lora_path, roots, allow_hub=self.settings.allow_hub)
         loaded = self._core.adapters.planner.load(lora_name, folder)
         self._thread.call(lambda: self._core.adapters.register(loaded, pinned=pinned, replace=replace))
         return {

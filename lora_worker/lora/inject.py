@@ -17,22 +17,33 @@ def inject_lora(model: PreTrainedModel, target_modules: list[str]) -> tuple[dict
     """
     step = LoraStep()
     layers: dict[str, LoraLinear] = {}
-    for path, module in list(model.named_modules()):
-        shape = _shape(module)
-        if shape is None or module is model.get_output_embeddings() or not _is_target(path, target_modules):
-            continue
-        layer = LoraLinear(module, in_features=shape[0], out_features=shape[1], step=step)
+    for path, (in_features, out_features) in targetable(model, target_modules).items():
+        base = model.get_submodule(path)
+        layer = LoraLinear(base, in_features=in_features, out_features=out_features, step=step)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer)
         layers[path] = layer
-    unmatched = [t for t in target_modules if t != "all-linear" and not any(_is_target(path, [t]) for path in layers)]
+    return layers, step
+
+
+def targetable(model: PreTrainedModel, target_modules: list[str]) -> dict[str, tuple[int, int]]:
+    """The linear modules that adapters may target, by path, with their in and out features.
+
+    `target_modules` is the setting `lora_target_modules`; SettingsError where it names what the model hasn't.
+    """
+    linear = {
+        path: shape
+        for path, module in model.named_modules()
+        if module is not model.get_output_embeddings() and (shape := _shape(module)) is not None
+    }
+    unmatched = [t for t in target_modules if t != "all-linear" and not any(_is_target(path, [t]) for path in linear)]
     if unmatched:
-        known = ", ".join(sorted({path.rpartition(".")[2] for path in layers}))
+        known = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
         raise SettingsError(
             f"lora_target_modules names {', '.join(unmatched)}, but the base model has no such linear module; "
             f"leave it at all-linear, or name modules such as {known}"
         )
-    return layers, step
+    return {path: shape for path, shape in linear.items() if _is_target(path, target_modules)}
 
 
 def _is_target(path: str, target_modules: list[str]) -> bool:

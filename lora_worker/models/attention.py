@@ -8,7 +8,7 @@ sequence, L = B * block size keys, K key heads, G query heads a key head, D head
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -21,7 +21,22 @@ from lora_worker.models.attention_step import AttentionStep
 _numbers = itertools.count()
 
 # Arguments that say nothing beyond what the step says, or that concern training.
-IGNORED_ARGUMENTS = {"position_ids", "use_cache", "is_causal", "output_attentions", "cache_position", "position_bias"}
+IGNORED_ARGUMENTS = {
+    "position_ids",
+    "use_cache",
+    "is_causal",
+    "output_attentions",
+    "output_router_logits",
+    "cache_position",
+}
+
+
+class _Rules(NamedTuple):
+    """How a layer attends: factor on the scores, tokens seen at most, and cap on the scores (Gemma 2)."""
+
+    scaling: float | None
+    window: int | None
+    softcap: float | None
 
 
 class BlockCacheAttention:
@@ -78,6 +93,7 @@ class BlockCacheAttention:
         scaling: float | None = None,
         dropout: float = 0.0,  # noqa: ARG002 - inference only
         sliding_window: int | None = None,
+        softcap: float | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """query [1, K * G, T, D], key and value [1, K, T, D]; returns [1, T, K * G, D]."""
@@ -92,9 +108,8 @@ class BlockCacheAttention:
         self._write(keys, key)
         self._write(values, value)
         tokens = query[0].transpose(0, 1)  # [T, K * G, D]
-        parts = [
-            self._attend(index, tokens, keys, values, scaling, sliding_window) for index in range(len(self.step.groups))
-        ]
+        rules = _Rules(scaling, sliding_window, softcap)
+        parts = [self._attend(index, tokens, keys, values, rules) for index in range(len(self.step.groups))]
         if len(parts) == 1:
             return parts[0][None], None
         out = parts[0].new_empty(tokens.shape[0], *parts[0].shape[1:])
@@ -121,8 +136,7 @@ class BlockCacheAttention:
         tokens: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
+        rules: _Rules,
     ) -> torch.Tensor:
         """One group's output, [N * C, K * G, D]."""
         assert self.step is not None
@@ -133,9 +147,12 @@ class BlockCacheAttention:
         # The query heads that share a key head stand beside the new tokens, so that no key is copied for them.
         query = new.view(group.rows, -1, heads, together, size).transpose(1, 2)
         query = query.reshape(group.rows, heads, -1, size)
-        bias = self.step.bias(index, together, window, query.dtype)
-        attend = _attend_one_token if group.positions.shape[1] == 1 else F.scaled_dot_product_attention
-        out = attend(query, self._read(keys, index), self._read(values, index), attn_mask=bias, scale=scaling)
+        bias = self.step.bias(index, together, rules.window, query.dtype)
+        seen_keys, seen_values = self._read(keys, index), self._read(values, index)
+        if group.positions.shape[1] == 1 or rules.softcap is not None:
+            out = _attend_by_products(query, seen_keys, seen_values, bias, rules)
+        else:
+            out = F.scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=bias, scale=rules.scaling)
         out = out.view(group.rows, heads, -1, together, out.shape[3]).transpose(1, 2)
         return out.reshape(new.shape[0], heads * together, -1)
 
@@ -153,15 +170,19 @@ class BlockCacheAttention:
         return self.cache[layer]
 
 
-def _attend_one_token(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, attn_mask: torch.Tensor, scale: float | None
+def _attend_by_products(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, rules: _Rules
 ) -> torch.Tensor:
-    """What scaled_dot_product_attention computes, in half its time where each row has a single new token (on the CPU).
+    """What scaled_dot_product_attention computes, and soft caps besides, which it can't.
 
-    query [N, K, G, D], keys and values [N, K, L, D].
+    On the CPU it takes half the time where each row has a single new token. query [N, K, C * G, D], keys and values
+    [N, K, L, D].
     """
-    scores = torch.matmul(query * (query.shape[3] ** -0.5 if scale is None else scale), keys.transpose(2, 3))
-    weights = torch.softmax(scores + attn_mask, dim=3, dtype=torch.promote_types(scores.dtype, torch.float32))
+    scaling = query.shape[3] ** -0.5 if rules.scaling is None else rules.scaling
+    scores = torch.matmul(query * scaling, keys.transpose(2, 3))
+    if rules.softcap is not None:
+        scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    weights = torch.softmax(scores + bias, dim=3, dtype=torch.promote_types(scores.dtype, torch.float32))
     return torch.matmul(weights.to(values.dtype), values)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,11 +72,17 @@ def load_model(settings: Settings) -> LoadedModel:
         model.to(device)  # type: ignore[arg-type] # transformers wraps torch's method and loses its types
     except Exception as error:  # of many classes: a broken file, a family that is not known, memory that does not do
         attention.close()
-        raise UnsupportedModelError(f"transformers cannot load the model {folder}: {error}") from None
+        raise UnsupportedModelError(
+            f"transformers cannot load the model {folder} ({_architecture(folder)}) with this engine's attention: "
+            f"{error!r}"
+        ) from None
     model.eval().requires_grad_(requires_grad=False)
     if model.dtype not in PROBE_TOLERANCE:
         raise UnsupportedModelError(f"{folder} has weights in {model.dtype}; set dtype to one of {', '.join(DTYPES)}")
-    _probe(model, attention)
+    try:
+        _probe(model, attention)
+    except RuntimeError as error:  # torch's, of a product that it doesn't have in this dtype
+        raise UnsupportedModelError(f"{type(model).__name__} cannot compute in {model.dtype}: {error}") from None
     limit = _position_limit(model)
     if settings.max_model_len is not None and settings.max_model_len > limit:
         raise UnsupportedModelError(
@@ -84,6 +92,12 @@ def load_model(settings: Settings) -> LoadedModel:
     return LoadedModel(
         model, _load_tokenizer(folder), attention, _eos_ids(folder, model), settings.max_model_len or limit
     )
+
+
+def _architecture(folder: Path) -> str:
+    with suppress(OSError, ValueError):
+        return ", ".join(json.loads((folder / "config.json").read_text()).get("architectures") or [])
+    return "unknown"
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

@@ -11,23 +11,46 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.oracle import Oracle
-from support.tiny_models import ids_of, save_adapter
+from support.oracle import Oracle, engine_logits
+from support.tiny_models import EOS, ids_of, save_adapter
 
+from lora_worker.adapters.weights import read_tensors
 from lora_worker.engine import Engine
 from lora_worker.errors import InvalidAdapterError
 from lora_worker.settings import Settings
 
+# What the adapter table of the documentation calls served, as configurations.
 SERVED: dict[str, dict[str, Any]] = {
-    "rslora": {"r": 8, "use_rslora": True, "target_modules": ["q_proj"]},
+    "rslora-1": {"r": 1, "use_rslora": True, "target_modules": ["q_proj"]},
+    "rslora-8": {"r": 8, "use_rslora": True, "target_modules": ["q_proj"]},
+    "rslora-64": {"r": 64, "use_rslora": True, "target_modules": ["q_proj"]},
     "rank-pattern": {"r": 4, "rank_pattern": {"v_proj": 2}, "target_modules": ["q_proj", "v_proj"]},
     "alpha-pattern": {"r": 4, "alpha_pattern": {"layers.1.mlp.up_proj": 32}, "target_modules": ["up_proj"]},
+    "both-patterns": {
+        "r": 4,
+        "rank_pattern": {r"layers\.0\..*": 8},
+        "alpha_pattern": {"v_proj": 1},
+        "target_modules": ["q_proj", "v_proj"],
+    },
+    "suffixes": {"r": 4, "target_modules": ["q_proj", "mlp.down_proj"]},
+    "full-paths": {"r": 4, "target_modules": ["model.layers.1.self_attn.k_proj", "model.layers.0.mlp.up_proj"]},
     "regex": {"r": 4, "target_modules": r".*layers\.1\..*(q|k)_proj"},
     "all-linear": {"r": 2, "target_modules": "all-linear"},
     "one-layer": {"r": 4, "target_modules": ["o_proj", "down_proj"], "layers_to_transform": [1]},
+    "layers-pattern": {
+        "r": 4,
+        "target_modules": ["o_proj"],
+        "layers_to_transform": [0],
+        "layers_pattern": ["layers"],
+    },
     "excluded": {"r": 4, "target_modules": ["q_proj", "gate_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
-    "rank-64": {"r": 64, "lora_alpha": 3, "target_modules": ["k_proj"]},
+    "wide": {"r": 64, "lora_alpha": 3, "target_modules": ["k_proj"]},
+    "eva": {"r": 4, "target_modules": ["q_proj"]},
+    "dropout": {"r": 4, "lora_dropout": 0.5, "target_modules": ["q_proj"]},
 }
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PROMPT = [5, 17, 80, 3, 9]
 
 
 def engine_of(base: Path, **more: Any) -> Engine:
@@ -35,20 +58,108 @@ def engine_of(base: Path, **more: Any) -> Engine:
 
 
 def greedy(adapter: str) -> dict[str, Any]:
-    prompt = [5, 17, 80, 3, 9]
-    return {"model": adapter, "prompt": prompt, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    return {"model": adapter, "prompt": PROMPT, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_it_equals_peft(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     base = tiny_model("llama")
     folder = save_adapter(base, tmp_path / name, seed=9, **SERVED[name])
-    body = greedy(name)
-    expected = Oracle(base, {name: folder}, torch.float64).generate(name, body["prompt"], 20, ignore_eos=True).tokens
+    oracle = Oracle(base, {name: folder}, torch.float64)
+    expected = oracle.generate(name, PROMPT, 20, ignore_eos=True).tokens
+    if name == "eva":  # an initialisation that leaves the base as it was
+        change_config(init_lora_weights="eva")(folder)
     with engine_of(base, lora_paths=[f"{name}={folder}"]) as engine:
-        (answer,) = engine.generate([body])
+        (answer,) = engine.generate([greedy(name)])
+        logits = engine_logits(engine, name, PROMPT)
+    torch.testing.assert_close(logits, oracle.logits(name, PROMPT), atol=1e-6, rtol=0)
     assert isinstance(answer, dict)
-    assert ids_of(answer["choices"][0]["text"]) == [token for token in expected if token != 127]
+    assert ids_of(answer["choices"][0]["text"]) == [token for token in expected if token != EOS]
+
+
+def test_every_subset_of_the_projections_equals_peft(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    base = tiny_model("llama")
+    with engine_of(base) as engine:
+        for bits in range(1, 2 ** len(PROJECTIONS)):
+            targets = [name for i, name in enumerate(PROJECTIONS) if bits >> i & 1]
+            folder = save_adapter(base, tmp_path / str(bits), seed=bits, r=2, target_modules=targets)
+            engine.load_lora_adapter("subset", str(folder), replace=True)
+            expected = Oracle(base, {"subset": folder}, torch.float64).logits("subset", PROMPT)
+            torch.testing.assert_close(engine_logits(engine, "subset", PROMPT), expected, atol=1e-6, rtol=0)
+
+
+def test_different_ranks_and_base_rows_in_one_batch_equal_solo_rows(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = tiny_model("llama")
+    folders = {
+        f"rank-{rank}": save_adapter(base, tmp_path / str(rank), seed=rank, r=rank, target_modules=PROJECTIONS)
+        for rank in (1, 4, 8, 16, 64)
+    }
+    oracle = Oracle(base, folders, torch.float64)
+    rows: list[tuple[str | None, list[int]]] = [(name, [i, 7]) for i in range(4) for name in (None, *folders)]
+    bodies = [
+        {"prompt": prompt, "temperature": 0, "max_tokens": 16, "ignore_eos": True} | ({"model": name} if name else {})
+        for name, prompt in rows
+    ]
+    with engine_of(base, lora_paths=[f"{name}={folder}" for name, folder in folders.items()]) as engine:
+        for (name, prompt), answer in zip(rows, engine.generate(bodies), strict=True):
+            tokens = oracle.generate(name, prompt, 16, ignore_eos=True).tokens
+            assert isinstance(answer, dict)
+            assert ids_of(answer["choices"][0]["text"]) == [token for token in tokens if token != EOS]
+
+
+def rename(change: Callable[[str], str]) -> Callable[[Path], None]:
+    def rename_keys(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        save_file({change(key): tensor for key, tensor in load_file(file).items()}, file)
+
+    return rename_keys
+
+
+KEY_FORMS: dict[str, Callable[[str], str]] = {
+    "as-peft-saves": lambda key: key,
+    "default": lambda key: key.replace(".weight", ".default.weight"),
+    "another-name": lambda key: key.replace(".weight", ".mine.weight"),
+    "no-prefix": lambda key: key.removeprefix("base_model.model."),
+    "wrapper-outside": lambda key: key.replace("base_model.model.", "base_model.model.language_model."),
+    "wrapper-inside": lambda key: key.replace("base_model.model.model.", "base_model.model.model.language_model."),
+    "wrapper-alone": lambda key: key.replace("base_model.model.model.", "base_model.model.language_model."),
+}
+
+
+@pytest.mark.parametrize("form", KEY_FORMS)
+def test_every_known_form_of_keys_is_the_same_adapter(
+    form: str, plain_engine: Engine, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    targets = ["q_proj", "v_proj"]
+    folder = save_adapter(tiny_model("llama"), tmp_path / form, seed=9, r=4, target_modules=targets)
+    digest = plain_engine.load_lora_adapter(f"plain-{form}", str(folder))["report"]["digest"]
+    rename(KEY_FORMS[form])(folder)
+    assert plain_engine.load_lora_adapter(f"form-{form}", str(folder))["report"]["digest"] == digest
+
+
+def test_what_matches_nothing_and_another_base_are_warnings(
+    plain_engine: Engine, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = save_adapter(tiny_model("llama"), tmp_path / "warned", seed=9, r=4, target_modules=["q_proj"])
+    change_config(
+        base_model_name_or_path="somebody/another-base",
+        target_modules=["q_proj", "no_proj"],
+        rank_pattern={"k_proj": 2},
+        alpha_pattern={"never": 2},
+    )(folder)
+    # Copied from the base's folder, as many tools do; it says nothing of the weights.
+    (folder / "added_tokens.json").write_text('{"<extra>": 100}')
+    warnings = plain_engine.load_lora_adapter("warned", str(folder))["report"]["warnings"]
+    for word in (
+        "no_proj",
+        "rank_pattern has the pattern k_proj",
+        "alpha_pattern has the pattern never",
+        "another-base",
+    ):
+        assert any(word in warning for warning in warnings), (word, warnings)
+    assert plain_engine.list_lora_adapters()["warned"]["report"]["warnings"] == list(warnings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -102,6 +213,16 @@ def replace_by_pickle(folder: Path) -> None:
     torch.save({"weights": Executed()}, folder / "adapter_model.bin")
 
 
+def replace_by_list(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save([torch.ones(2)], folder / "adapter_model.bin")
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
 KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
@@ -119,11 +240,33 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "no-match": (change_config(target_modules=["query_key_value"]), ["query_key_value"]),
     "output-layer": (change_config(target_modules=["lm_head"]), ["lm_head", "q_proj"]),
     "wide": (change_config(r=65), ["rank 65", "max_lora_rank 64"]),
-    "missing-tensor": (change_tensors(lambda tensors: tensors.pop(KEY)), [KEY]),  # type: ignore[arg-type]
+    "a-without-b": (change_tensors(lambda t: t.pop(KEY.replace("_A", "_B"))), ["lora_B", "layers.0.self_attn.q_proj"]),  # type: ignore[arg-type]
+    "missing-tensor": (change_tensors(lambda t: t.pop(KEY)), ["lora_A", "layers.0.self_attn.q_proj"]),  # type: ignore[arg-type]
     "extra-tensor": (change_tensors(lambda t: t.update(stranger=torch.ones(1))), ["1 tensors", "stranger"]),
     "other-shape": (change_tensors(lambda t: t.update({KEY: torch.ones(4, 31)})), [KEY, "[4, 31]", "[4, 32]"]),
     "nan": (change_tensors(lambda t: t[KEY][0, 0].fill_(float("nan"))), ["NaN", "layers.0.self_attn.q_proj"]),  # type: ignore[arg-type]
     "integers": (change_tensors(lambda t: t.update({KEY: torch.ones(4, 32).int()})), [KEY, "int32"]),
+    "unknown-wrapper": (
+        rename(lambda key: key.replace("model.layers", "tower.layers")),
+        ["8 tensors", "tower.layers.0"],
+    ),
+    "one-stranger": (rename(lambda key: key.replace("layers.0.self_attn.q", "layers.7.self_attn.q")), ["layers.7"]),
+    "several-adapters": (
+        change_tensors(lambda t: t.update({KEY.replace(".weight", ".other.weight"): torch.ones(4, 32)})),
+        ["default, other"],
+    ),
+    "resized-embedding": (
+        change_tensors(lambda t: t.update({"base_model.model.model.embed_tokens.weight": torch.ones(130, 32)})),
+        ["embed_tokens.weight", "130", "128"],
+    ),
+    "embedding": (change_config(target_modules=["embed_tokens"]), ["embed_tokens", "q_proj"]),
+    "token-rows": (change_config(trainable_token_indices=[3]), ["trainable_token_indices"]),
+    "empty-targets": (change_config(target_modules=[]), ["target_modules"]),
+    "bad-regex": (change_config(target_modules="("), ["PEFT cannot place"]),
+    "bad-pattern": (change_config(rank_pattern=["x"]), ["PEFT cannot place"]),
+    "olora": (change_config(init_lora_weights="olora"), ["olora"]),
+    "truncated": (truncate, ["cannot be read"]),
+    "list-in-bin": (replace_by_list, ["no mapping of names to tensors"]),
     "no-weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), ["adapter_model.safetensors"]),
     "code": (replace_by_pickle, ["adapter_model.bin", "more than tensors"]),
 }
@@ -148,3 +291,21 @@ def test_it_is_refused_in_one_sentence_that_names_what_is_wrong(
         assert word in str(caught.value)
     assert not Path("executed").exists()
     assert name not in plain_engine.loaded_adapters()
+
+
+def test_files_that_change_while_they_are_read_are_refused(
+    plain_engine: Engine,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = save_adapter(tiny_model("llama"), tmp_path / "changing", seed=9, r=4, target_modules=["q_proj"])
+
+    def read_and_replace(name: str, where: Path) -> dict[str, torch.Tensor]:
+        tensors = read_tensors(name, where)
+        save_adapter(tiny_model("llama"), folder, seed=10, r=4, target_modules=["q_proj"])
+        return tensors
+
+    monkeypatch.setattr("lora_worker.adapters.plan.read_tensors", read_and_replace)
+    with pytest.raises(InvalidAdapterError, match="changed while they were read"):
+        plain_engine.load_lora_adapter("changing", str(folder))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
+from lora_worker.engine import Engine
 
 # Where the oracle's two best logits are closer than this, rounding decides, and the prompt is no test.
 CLOSE_CALL = 1e-3
@@ -51,3 +54,19 @@ class Oracle:
         with torch.inference_mode():
             last: torch.Tensor = model(torch.tensor([prompt])).logits[0, -1]
         return last
+
+
+def engine_logits(engine: Engine, adapter: str | None, prompt: list[int]) -> torch.Tensor:
+    """[V], what the engine's own forward pass gives after the prompt's last token."""
+    runner = engine._core._runner
+    seen: list[torch.Tensor] = []
+
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(type(runner).run(runner, *args, **kwargs))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run", run)
+        model = {} if adapter is None else {"model": adapter}
+        engine.generate([{"prompt": prompt, "max_tokens": 1, **model}])
+    return seen[-1][0]

@@ -1,0 +1,102 @@
+"""Where an adapter may be read from."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
+from lora_worker.errors import InvalidAdapterError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make_folder(tmp_path / "root" / "good")
+    make_folder(tmp_path / "outside")
+    return tmp_path / "root"
+
+
+def make_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_a_path_under_a_root_is_found_absolute_or_relative(root: Path, tmp_path: Path) -> None:
+    expected = (root / "good").resolve()
+    for path in ("good", "./good", "../root/good", str(root / "good")):
+        assert resolve_task_path("x", path, [tmp_path / "missing", root]) == expected
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc", "", ".", "nothing", "good/adapter_config.json/x", "a\0b"])
+def test_a_path_elsewhere_is_refused(root: Path, path: str) -> None:
+    with pytest.raises(InvalidAdapterError, match="'x'"):
+        resolve_task_path("x", path, [root])
+
+
+def test_without_roots_every_task_path_is_refused() -> None:
+    with pytest.raises(InvalidAdapterError, match="adapter_roots is empty"):
+        resolve_task_path("x", "/etc", [])
+
+
+def test_links_that_leave_the_root_are_refused(root: Path, tmp_path: Path) -> None:
+    (root / "link").symlink_to(tmp_path / "outside")
+    (root / "inside").symlink_to(root / "good")
+    (root / "loop").symlink_to(root / "loop")
+    linked = make_folder(root / "linked")
+    (linked / "adapter_model.safetensors").unlink()
+    (linked / "adapter_model.safetensors").symlink_to(tmp_path / "outside" / "adapter_model.safetensors")
+    assert resolve_task_path("x", "inside", [root]) == (root / "good").resolve()
+    for path in ("link", "loop"):
+        with pytest.raises(InvalidAdapterError, match="no folder under adapter_roots"):
+            resolve_task_path("x", path, [root])
+    with pytest.raises(InvalidAdapterError, match="leaves the adapter root"):
+        resolve_task_path("x", "linked", [root])
+
+
+def test_archives_are_not_opened(root: Path) -> None:
+    with zipfile.ZipFile(root / "adapter.zip", "w") as archive:
+        archive.writestr("adapter_config.json", "{}")
+    with pytest.raises(InvalidAdapterError, match="archives are not opened"):
+        resolve_task_path("x", "adapter.zip", [root])
+
+
+def test_the_operator_may_name_any_folder_or_a_name_under_a_root(root: Path, tmp_path: Path) -> None:
+    assert resolve_operator_path("x", str(tmp_path / "outside"), []) == (tmp_path / "outside").resolve()
+    assert resolve_operator_path("good", None, [root]) == (root / "good").resolve()
+    with pytest.raises(InvalidAdapterError, match="nowhere"):
+        resolve_operator_path("good", None, [])
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub's cache as huggingface_hub lays it out, with one repository, and no way to any hub."""
+    cache = tmp_path / "hub"
+    repository = cache / "models--owner--name"
+    snapshot = make_folder(repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return snapshot
+
+
+def test_a_hub_id_is_found_in_the_cache_where_it_is_allowed(hub_cache: Path, root: Path) -> None:
+    for hub_id in ("owner/name", "owner/name@main", f"owner/name@{COMMIT}"):
+        assert resolve_task_path("x", hub_id, [root], allow_hub=True).samefile(hub_cache)
+        assert resolve_operator_path("x", hub_id, [], allow_hub=True).samefile(hub_cache)
+    with pytest.raises(InvalidAdapterError, match="no folder under adapter_roots"):
+        resolve_task_path("x", "owner/name", [root])
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_what_the_hub_has_not_is_one_sentence(root: Path) -> None:
+    for hub_id in ("owner/other", "owner/name@v2"):
+        with pytest.raises(InvalidAdapterError, match=f"could not be fetched from the hub as {hub_id}") as caught:
+            resolve_task_path("x", hub_id, [root], allow_hub=True)
+        assert "\n" not in str(caught.value)
