@@ -27,6 +27,8 @@ SERVED = {
     "use_rslora": "scaling by the root of the rank",
     "layers_to_transform": "by PEFT's own rules",
     "layers_pattern": "by PEFT's own rules",
+    "bias": "biases of adapted linear modules that the file holds; a changed bias of another module is refused",
+    "lora_bias": "the bias of the second matrix",
     "rank_pattern": "by PEFT's own matching; a pattern that matches nothing is a warning",
     "alpha_pattern": "by PEFT's own matching; a pattern that matches nothing is a warning",
 }
@@ -51,7 +53,6 @@ WITHOUT_EFFECT = {
 }
 # Every other field must have PEFT's default. Why, for those that this PEFT has:
 REFUSED = {
-    "bias": "trained biases are not part of the slots",
     "modules_to_save": "whole modules are not part of the slots",
     "megatron_config": "another implementation of the layers",
     "trainable_token_indices": "changes rows of the embedding",
@@ -61,7 +62,6 @@ REFUSED = {
     "use_qalora": "pools the input before the pair",
     "monteclora_config": "draws its weights anew",
     "layer_replication": "makes another base model",
-    "lora_bias": "a bias on the second matrix is not part of the slots",
     "target_parameters": "expert parameters are not linear modules",
     "use_bdlora": "block-diagonal matrices are another product",
     "arrow_config": "routes between adapters",
@@ -103,7 +103,8 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
 
 def to_lora_config(config: dict[str, Any]) -> LoraConfig:
     """PEFT's own configuration object, made of the served fields alone."""
-    return LoraConfig(**{field: config[field] for field in SERVED if field in config})
+    placing = {field: config[field] for field in SERVED if field in config and field != "bias"}
+    return LoraConfig(**placing)
 
 
 def fields_without_effect(config: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lora_worker.adapters.eviction import EvictionPolicy
 from lora_worker.adapters.plan import HostAdapter
-from lora_worker.lora.layer import LoraLinear
+from lora_worker.lora.layer import LoraLayer
 
 
 @dataclass
@@ -33,7 +33,7 @@ class DevicePool:
     An adapter is held by every running row that uses it; a held or pinned adapter is never a victim.
     """
 
-    def __init__(self, layers: Mapping[str, LoraLinear], policy: EvictionPolicy, *, slots: int, max_rank: int) -> None:
+    def __init__(self, layers: Mapping[str, LoraLayer], policy: EvictionPolicy, *, slots: int, max_rank: int) -> None:
         self._layers = layers
         self._policy = policy
         self._residents: dict[str, _Resident] = {}
@@ -41,7 +41,8 @@ class DevicePool:
         self.slots = slots
         self.pinned: set[str] = set()
         self.counters = PoolCounters()
-        self.nbytes = sum(layer.allocate(slots, max_rank) for layer in layers.values())
+        self._max_rank = max_rank
+        self.nbytes = sum(layer.allocate(slots, max_rank) for layer in layers.values() if not layer.allocates_late)
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._residents
@@ -73,12 +74,13 @@ class DevicePool:
             self.counters.evictions += 1
         slot = self._free.pop()
         for path, layer in self._layers.items():
-            layer.a[slot].zero_()
-            layer.b[slot].zero_()
             pair = adapter.pairs.get(path)
+            if layer.is_allocated:
+                layer.clear(slot)
+            elif pair is not None:
+                self.nbytes += layer.allocate(self.slots, self._max_rank)
             if pair is not None:
-                layer.a[slot, : pair.a.shape[0]].copy_(pair.a)
-                layer.b[slot, : pair.b.shape[0]].copy_(pair.b)
+                layer.put(slot, pair)
         self._residents[adapter.digest] = _Resident(slot)
         self._policy.added(adapter.digest)
         self.counters.loads += 1

@@ -63,7 +63,14 @@ class AdapterManager:
         if pinned:
             self._check_pin(report.lora_name, adapter.digest)
         reference = AdapterReference(
-            report.lora_name, report.source, adapter.digest, adapter.rank, adapter.nbytes, pinned, report
+            report.lora_name,
+            report.source,
+            adapter.digest,
+            adapter.rank,
+            adapter.has_bias,
+            adapter.nbytes,
+            pinned,
+            report,
         )
         before = self.registry.register(reference, replace_content=replace)
         self._update_pins()

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import inject_adapter_in_model
-from peft.tuners.lora import Linear as PeftLoraLinear
+from peft.tuners.lora import Embedding as PeftEmbedding
+from peft.tuners.lora import Linear as PeftLinear
+from peft.tuners.lora import LoraLayer as PeftLayer
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lora_worker.adapters.config_fields import (
@@ -31,17 +33,19 @@ from lora_worker.adapters.config_fields import (
     unmatched,
 )
 from lora_worker.adapters.reference import LoadReport
-from lora_worker.adapters.weights import PICKLED, SAFETENSORS, Placement, match, read_tensors
+from lora_worker.adapters.weights import (
+    PICKLED,
+    SAFETENSORS,
+    BaseParameter,
+    Pair,
+    Placement,
+    match,
+    read_tensors,
+)
 from lora_worker.errors import InvalidAdapterError
+from lora_worker.lora.layer import LoraPair
 
 PLACEMENTS_KEPT = 64
-
-
-class LoraPair(NamedTuple):
-    """One module's weights: `a` [R, H], and `b` [R, O], transposed and with the scaling already in it."""
-
-    a: torch.Tensor
-    b: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,10 @@ class HostAdapter:
     pairs: dict[str, LoraPair]
     rank: int
     nbytes: int
+
+    @property
+    def has_bias(self) -> bool:
+        return any(pair.bias is not None for pair in self.pairs.values())
 
 
 class LoadedAdapter(NamedTuple):
@@ -67,11 +75,20 @@ class AdapterPlanner:
         targetable: the module paths that the engine can give a LoRA delta.
         max_rank: the pool's greatest rank.
         dtype: what the weights are served in.
+        base_parameter: the base model's parameters, to tell which of those in an adapter's file it has changed.
     """
 
-    def __init__(self, config: PretrainedConfig, *, targetable: set[str], max_rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        targetable: set[str],
+        max_rank: int,
+        dtype: torch.dtype,
+        base_parameter: BaseParameter,
+    ) -> None:
         self._config = config
-        self._vocabulary: int = config.get_text_config().vocab_size
+        self._base_parameter = base_parameter
         self._targetable = targetable
         self._max_rank = max_rank
         self._dtype = dtype
@@ -92,13 +109,13 @@ class AdapterPlanner:
             )
         digest = hashlib.sha256()
         pairs = {}
-        for path, (a, b) in match(name, placements, tensors, vocabulary=self._vocabulary).items():
+        for path, pair in match(name, placements, tensors, self._base_parameter).items():
             placement = placements[path]
-            digest.update(f"{path} {placement.scaling!r} {a.dtype} {tuple(a.shape)} {tuple(b.shape)}".encode())
-            digest.update(a.contiguous().view(torch.uint8).numpy().tobytes())
-            digest.update(b.contiguous().view(torch.uint8).numpy().tobytes())
-            pairs[path] = self._cast(name, path, a, b, placement.scaling)
-        nbytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
+            digest.update(f"{path} {placement.scaling!r}".encode())
+            for tensor in pair:
+                digest.update(b"none" if tensor is None else _content(tensor))
+            pairs[path] = self._cast(name, path, pair, placement.scaling)
+        nbytes = sum(pair.nbytes for pair in pairs.values())
         ranks = sorted({placements[path].rank for path in pairs})
         adapter = HostAdapter(digest.hexdigest(), pairs, ranks[-1], nbytes)
         report = LoadReport(
@@ -140,15 +157,14 @@ class AdapterPlanner:
         placements = {}
         module: Any
         for path, module in skeleton.named_modules():
-            if not hasattr(module, "lora_A") or not hasattr(module, "scaling"):
+            if not isinstance(module, PeftLayer):
                 continue
-            if type(module) is not PeftLoraLinear or path not in self._targetable:
+            if type(module) not in (PeftLinear, PeftEmbedding) or path not in self._targetable:
                 raise InvalidAdapterError(
                     f"the adapter {name!r} targets {path}, which this worker gives no LoRA; "
                     f"it serves {self._targets_served()}"
                 )
-            (rank, in_features), out_features = _shape_of_pair(module)
-            placements[path] = Placement(rank, module.scaling["default"], in_features, out_features)
+            placements[path] = _placement(module)
         if not placements:
             raise InvalidAdapterError(f"target_modules of the adapter {name!r} match no module of this base model")
         self._check_ranks(name, placements)
@@ -165,19 +181,26 @@ class AdapterPlanner:
                 f"raise the setting max_lora_rank to at least {rank}"
             )
 
-    def _cast(self, name: str, path: str, a: torch.Tensor, b: torch.Tensor, scaling: float) -> LoraPair:
+    def _cast(self, name: str, path: str, pair: Pair, scaling: float) -> LoraPair:
         # The scaling goes into B once, in double precision, instead of into every step's products.
-        pair = LoraPair(
-            a.to(self._dtype).contiguous(),
-            (b.to(torch.float64) * scaling).to(self._dtype).t().contiguous(),
+        bias = None if pair.bias is None else pair.bias.to(torch.float64) * scaling
+        if pair.base_bias is not None:
+            own = self._base_parameter(f"{path}.bias")
+            assert own is not None, f"{path} has a changed bias and none in the base"
+            change = pair.base_bias.to(torch.float64) - own.to(torch.float64)
+            bias = change if bias is None else bias + change
+        cast = LoraPair(
+            pair.a.to(self._dtype).contiguous(),
+            (pair.b.to(torch.float64) * scaling).to(self._dtype).t().contiguous(),
+            None if bias is None else bias.to(self._dtype),
         )
-        for letter, tensor in zip("AB", pair, strict=True):
-            if not torch.isfinite(tensor).all():
+        for part, tensor in zip(("lora_A", "lora_B", "bias"), cast, strict=True):
+            if tensor is not None and not torch.isfinite(tensor).all():
                 raise InvalidAdapterError(
-                    f"the adapter {name!r} has NaN or Inf in lora_{letter} of {path} (in {self._dtype}); "
+                    f"the adapter {name!r} has NaN or Inf in {part} of {path} (in {self._dtype}); "
                     f"export it again from a checkpoint with finite weights"
                 )
-        return pair
+        return cast
 
     def _warnings(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[str]:
         found = []
@@ -192,11 +215,20 @@ class AdapterPlanner:
         return found
 
 
-def _shape_of_pair(module: PeftLoraLinear) -> tuple[torch.Size, int]:
+def _placement(module: Any) -> Placement:
+    """What PEFT has made of one module."""
+    scaling = module.scaling["default"]
+    if isinstance(module, PeftEmbedding):
+        a, b = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
+        return Placement(a.shape[0], scaling, a.shape[1], b.shape[0], is_embedding=True, has_bias=False)
     a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-    assert isinstance(a, torch.Tensor)
-    assert isinstance(b, torch.Tensor)
-    return a.shape, b.shape[0]
+    has_bias = module.lora_B["default"].bias is not None
+    return Placement(a.shape[0], scaling, a.shape[1], b.shape[0], is_embedding=False, has_bias=has_bias)
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    form = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+    return form + tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _stamps(folder: Path) -> list[tuple[int, int, int]]:

@@ -42,6 +42,7 @@ class AdapterReference:
     source: str
     digest: str
     rank: int
+    has_bias: bool
     nbytes: int
     pinned: bool
     report: LoadReport

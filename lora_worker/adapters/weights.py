@@ -16,25 +16,46 @@ from lora_worker.errors import InvalidAdapterError
 SAFETENSORS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 
 # PEFT saves `lora_A.weight`; some tools leave the adapter's name in the key, as PEFT has it while it trains.
-_KEY = re.compile(r"(?P<path>.+)\.(?P<part>lora_[AB])(\.(?P<adapter>[^.]+))?\.weight")
-# Whole matrices that PEFT saves beside an adapter when the vocabulary was resized or they were targets.
-_WHOLE_MATRIX = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out)\.weight")
+_KEY = re.compile(
+    r"(?P<path>.+)\.(?P<part>lora_[AB]|lora_embedding_[AB])(\.(?P<adapter>(?!weight$|bias$)[^.]+))?(\.(?P<kind>weight|bias))?"
+)
+PREFIX = "base_model.model."
+
+# A parameter of the base model by its name there, on the CPU, or None.
+BaseParameter = Callable[[str], torch.Tensor | None]
 
 
 class Placement(NamedTuple):
-    """Where PEFT puts one LoRA pair, and how."""
+    """Where PEFT puts one LoRA pair, and how. Of an embedding, `in_features` is the vocabulary."""
 
     rank: int
     scaling: float
     in_features: int
     out_features: int
+    is_embedding: bool
+    has_bias: bool
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that must be there."""
+        kind, suffix = ("lora_embedding", "") if self.is_embedding else ("lora", ".weight")
+        needed: dict[str, tuple[int, ...]] = {
+            f"{kind}_A{suffix}": (self.rank, self.in_features),
+            f"{kind}_B{suffix}": (self.out_features, self.rank),
+        }
+        return needed | ({"lora_B.bias": (self.out_features,)} if self.has_bias else {})
 
 
 class Pair(NamedTuple):
-    """One module's tensors as they were saved: `a` [R, H], `b` [O, R]."""
+    """One module's tensors as they were saved.
+
+    `a` [R, H], `b` [O, R], `bias` [O] of the second matrix, `base_bias` [O] what has become of the base's own.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
+    bias: torch.Tensor | None = None
+    base_bias: torch.Tensor | None = None
 
 
 def read_tensors(name: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -58,46 +79,73 @@ def read_tensors(name: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def match(
-    name: str, placements: dict[str, Placement], tensors: dict[str, torch.Tensor], *, vocabulary: int
+    name: str, placements: dict[str, Placement], tensors: dict[str, torch.Tensor], base_parameter: BaseParameter
 ) -> dict[str, Pair]:
-    """Every placed module with its two tensors, in a fixed order; nothing missing, nothing left over."""
-    for key, tensor in tensors.items():
-        if _WHOLE_MATRIX.fullmatch(key):
-            raise InvalidAdapterError(
-                f"the adapter {name!r} carries a whole matrix {key} with {tensor.shape[0]} rows for the base model's "
-                f"vocabulary of {vocabulary}, which this worker cannot serve; train on the base's own vocabulary, and "
-                f"save with save_embedding_layers=False"
-            )
+    """Every placed module with its tensors, in a fixed order; nothing missing, nothing left over."""
     keys = {key: found for key in tensors if (found := _KEY.fullmatch(key))}
-    strangers = sorted(set(tensors) - set(keys))
-    if strangers:
-        raise InvalidAdapterError(_without_place(name, strangers))
     adapters = sorted({found["adapter"] or "default" for found in keys.values()})
     if len(adapters) > 1:
         raise InvalidAdapterError(
             f"the file of the adapter {name!r} holds several adapters ({', '.join(adapters)}); save each by itself"
         )
+    others = {key: tensor for key, tensor in tensors.items() if key not in keys}
+    base_biases = _changed_biases(name, placements, others, base_parameter)
     path_of = _path_form(name, placements, {key: found["path"] for key, found in keys.items()})
-    placed = {(path_of(found["path"]), found["part"]): key for key, found in keys.items()}
+    placed = {(path_of(found["path"]), _part(found)): key for key, found in keys.items()}
     pairs = {}
     for path in sorted(placements):
-        found_pair = []
-        for part, shape in _shapes(placements[path]).items():
-            place = placed.get((path, part))
-            if place is None:
+        parts = []
+        for part, shape in placements[path].shapes.items():
+            key = placed.pop((path, part), None)
+            if key is None:
                 raise InvalidAdapterError(
-                    f"the adapter {name!r} lacks the tensor {part} of {path}, which its target_modules need"
+                    f"the adapter {name!r} lacks the tensor {part} of {path}, which its configuration needs"
                 )
-            found_pair.append(_check_tensor(name, place, tensors[place], shape))
-        pairs[path] = Pair(*found_pair)
+            parts.append(_check_tensor(name, key, tensors[key], shape))
+        pairs[path] = Pair(*parts)._replace(base_bias=base_biases.get(path))
+    if placed:
+        raise InvalidAdapterError(_without_place(name, sorted(placed.values())))
     return pairs
 
 
-def _shapes(placement: Placement) -> dict[str, tuple[int, int]]:
-    return {
-        "lora_A": (placement.rank, placement.in_features),
-        "lora_B": (placement.out_features, placement.rank),
-    }
+def _part(found: re.Match[str]) -> str:
+    return f"{found['part']}.{found['kind']}" if found["kind"] else found["part"]
+
+
+def _changed_biases(
+    name: str,
+    placements: dict[str, Placement],
+    others: dict[str, torch.Tensor],
+    base_parameter: BaseParameter,
+) -> dict[str, torch.Tensor]:
+    """What a file holds beside LoRA: the base's own parameters, unchanged, or biases of adapted linear modules.
+
+    PEFT saves the whole matrix of an output layer or embedding that is a target, and with `bias` set every bias.
+    """
+    biases, strangers = {}, []
+    for key, tensor in sorted(others.items()):
+        parameter = key.removeprefix(PREFIX).replace(".base_layer.", ".")
+        path, _, kind = parameter.rpartition(".")
+        base = base_parameter(parameter)
+        if base is None:
+            strangers.append(key)
+        elif base.shape != tensor.shape:
+            raise InvalidAdapterError(
+                f"the adapter {name!r} carries {key} with the shape {list(tensor.shape)}, but the base model's has "
+                f"{list(base.shape)}; train on the base's own vocabulary, without resizing its embeddings"
+            )
+        elif torch.equal(tensor.to(base.dtype), base):
+            continue
+        elif kind == "bias" and path in placements and not placements[path].is_embedding:
+            biases[path] = tensor
+        else:
+            raise InvalidAdapterError(
+                f"the adapter {name!r} carries its own {key}, which differs from the base model's; only LoRA matrices "
+                f"and biases of the modules that they adapt are served"
+            )
+    if strangers:
+        raise InvalidAdapterError(_without_place(name, strangers))
+    return biases
 
 
 def _path_form(name: str, placements: dict[str, Placement], paths: dict[str, str]) -> Callable[[str], str]:
@@ -108,7 +156,7 @@ def _path_form(name: str, placements: dict[str, Placement], paths: dict[str, str
     """
 
     def without_prefix(path: str) -> str:
-        return path.removeprefix("base_model.model.")
+        return path.removeprefix(PREFIX)
 
     def without_wrapper(path: str) -> str:
         return without_prefix(path).replace("language_model.", "", 1)
@@ -132,7 +180,7 @@ def _without_place(name: str, keys: list[str]) -> str:
     )
 
 
-def _check_tensor(name: str, key: str, tensor: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def _check_tensor(name: str, key: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     if tuple(tensor.shape) != shape:
         raise InvalidAdapterError(
             f"the tensor {key} of the adapter {name!r} has the shape {list(tensor.shape)}; "

@@ -41,7 +41,8 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
     """Raises UnsupportedModelError or SettingsError with one sentence; `post` runs a function on the engine thread."""
     loaded = load_model(settings)
     model, attention = loaded.model, loaded.attention
-    # PEFT places adapters on the model as transformers made it, so its configuration is what the planner needs.
+    # By their names before the layers come in between; a tied one stands under both of its names.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     layers, lora_step = inject_lora(model, settings.lora_target_modules)
     pool = DevicePool(
         layers,
@@ -56,7 +57,13 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
         AdapterRegistry(settings.base_name),
         HostCache(LruPolicy(), max_adapters=settings.max_loaded_loras, max_bytes=int(settings.max_loaded_lora_bytes)),
         pool,
-        AdapterPlanner(model.config, targetable=set(layers), max_rank=settings.max_lora_rank, dtype=model.dtype),
+        AdapterPlanner(
+            model.config,
+            targetable=set(layers),
+            max_rank=settings.max_lora_rank,
+            dtype=model.dtype,
+            base_parameter=lambda name: parameters[name].detach().cpu() if name in parameters else None,
+        ),
         post=post,
         on_read_failed=lambda names, error: core.fail_waiting(names, error),
     )

@@ -10,7 +10,7 @@ from lora_worker.adapters.manager import AdapterManager
 from lora_worker.adapters.reference import Readiness
 from lora_worker.engine.model_runner import ModelRunner
 from lora_worker.engine.sampler import Sampler
-from lora_worker.engine.scheduler import Chunk, Scheduler
+from lora_worker.engine.scheduler import Scheduler
 from lora_worker.engine.sequence import Finished, Sequence
 from lora_worker.engine.stopping import StopWatch
 from lora_worker.errors import (
@@ -95,7 +95,7 @@ class EngineCore:
         if not chunks:
             return False
         chunks.sort(key=lambda chunk: chunk.sequence.slot)
-        logits = self._runner.run(chunks, new_blocks=new_blocks, rank=self._rank(chunks))
+        logits = self._runner.run(chunks, new_blocks=new_blocks)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled = self._sampler.sample(
             logits, [sequence.request_id for sequence in sampling], [sequence.params for sequence in sampling]
@@ -151,9 +151,6 @@ class EngineCore:
         self.adapters.check_integrity(self.scheduler.held())
         scheduled = {s.request_id for s in self.scheduler.running + self.scheduler.waiting}
         assert scheduled == set(self._rows), f"rows lost: {scheduled ^ set(self._rows)}"
-
-    def _rank(self, chunks: list[Chunk]) -> int:
-        return max((c.sequence.adapter.rank for c in chunks if c.sequence.adapter is not None), default=0)
 
     def _update(self, sequence: Sequence, token: int, *, is_broken: bool) -> None:
         if is_broken:

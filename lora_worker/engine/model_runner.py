@@ -7,7 +7,7 @@ from collections.abc import Sequence as Rows
 import torch
 
 from lora_worker.engine.scheduler import Chunk
-from lora_worker.engine.sequence import BASE_SLOT
+from lora_worker.engine.sequence import BASE_SLOT, Sequence
 from lora_worker.kernels.torch_lora import LoraBatch, Segment, make_lora_batch
 from lora_worker.lora.layer import LoraStep
 from lora_worker.models.attention_step import AttentionRow, AttentionStep
@@ -24,10 +24,10 @@ class ModelRunner:
         self._lora = lora
 
     @torch.inference_mode()
-    def run(self, chunks: Rows[Chunk], *, new_blocks: list[int], rank: int) -> torch.Tensor:
+    def run(self, chunks: Rows[Chunk], *, new_blocks: list[int]) -> torch.Tensor:
         """Logits [sampling rows, V] of the chunks that sample, in their order; float32, or float64 of such a model.
 
-        `chunks` are ordered by slot, base first; `rank` is the greatest rank among the adapters in them.
+        `chunks` are ordered by slot, base first; `new_blocks` have just been given to them.
         """
         if new_blocks:
             self._attention.clear(new_blocks)
@@ -38,7 +38,8 @@ class ModelRunner:
             block_size=self._attention.block_size,
             device=self._device,
         )
-        self._lora.batch = self._lora_batch(chunks, rank)
+        self._lora.batch = self._lora_batch([(chunk.sequence, chunk.length) for chunk in chunks])
+        self._lora.output_batch = self._lora_batch([(chunk.sequence, 1) for chunk in chunks if chunk.samples])
         try:
             logits: torch.Tensor = self._model(
                 input_ids=torch.tensor([ids], device=self._device),
@@ -47,20 +48,27 @@ class ModelRunner:
                 use_cache=False,
             ).logits[0]
         finally:
-            self._attention.step = self._lora.batch = None
+            self._attention.step = self._lora.batch = self._lora.output_batch = None
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _lora_batch(self, chunks: Rows[Chunk], rank: int) -> LoraBatch | None:
+    def _lora_batch(self, rows: Rows[tuple[Sequence, int]]) -> LoraBatch | None:
+        """Which tokens are of which slot, where each row has so many tokens."""
         segments: list[Segment] = []
         place = 0
-        for chunk in chunks:
-            slot, end = chunk.sequence.slot, place + chunk.length
-            if segments and segments[-1].slot == slot:
+        for sequence, length in rows:
+            end = place + length
+            if segments and segments[-1].slot == sequence.slot:
                 segments[-1] = segments[-1]._replace(end=end)
-            elif slot != BASE_SLOT:
-                segments.append(Segment(slot, place, end))
+            elif sequence.slot != BASE_SLOT:
+                segments.append(Segment(sequence.slot, place, end))
             place = end
-        return make_lora_batch(segments, rank=rank, device=self._device)
+        adapters = [sequence.adapter for sequence, _ in rows if sequence.adapter is not None]
+        return make_lora_batch(
+            segments,
+            rank=max((adapter.rank for adapter in adapters), default=0),
+            has_bias=any(adapter.has_bias for adapter in adapters),
+            device=self._device,
+        )
 
 
 def _last_places(chunks: Rows[Chunk]) -> list[int]:

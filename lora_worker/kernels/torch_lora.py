@@ -31,7 +31,8 @@ class LoraBatch(NamedTuple):
     Tokens are ordered by slot, base tokens first. `rank` is the greatest of the slots in use, so narrow adapters don't
     pay for the pool's width. Where the slots can share one batched product, `padded` [N * L] holds the token of each
     padded place and `placed` [T of adapters] the place of each token; both are None where the slots hold the same
-    number of tokens. `slots` [N] is None where the slots in use are neighbours.
+    number of tokens. `slots` [N] is None where the slots in use are neighbours. `bias_slots` [T of adapters] is each
+    token's slot, None where no adapter in use has a bias.
     """
 
     segments: list[Segment]
@@ -40,20 +41,23 @@ class LoraBatch(NamedTuple):
     slots: torch.Tensor | None
     padded: torch.Tensor | None
     placed: torch.Tensor | None
+    bias_slots: torch.Tensor | None
 
     @property
     def start(self) -> int:
         return self.segments[0].start
 
 
-def make_lora_batch(segments: list[Segment], *, rank: int, device: torch.device) -> LoraBatch | None:
+def make_lora_batch(segments: list[Segment], *, rank: int, has_bias: bool, device: torch.device) -> LoraBatch | None:
     """Plan a step; None where no token has an adapter. `segments` are in the order of tokens and slots alike."""
     if not segments:
         return None
     longest = max(segment.length for segment in segments)
     tokens = segments[-1].end - segments[0].start
     batched = len(segments) > 1 and longest * len(segments) <= MAX_PADDING * tokens
-    slots = padded = placed = None
+    slots = padded = placed = bias_slots = None
+    if has_bias:
+        bias_slots = torch.tensor([segment.slot for segment in segments for _ in range(segment.length)], device=device)
     if batched and segments[-1].slot - segments[0].slot + 1 != len(segments):
         slots = torch.tensor([segment.slot for segment in segments], device=device)
     if batched and longest * len(segments) != tokens:
@@ -66,7 +70,7 @@ def make_lora_batch(segments: list[Segment], *, rank: int, device: torch.device)
             [n * longest + i for n, s in enumerate(segments) for i in range(s.length)],
             device=device,
         )
-    return LoraBatch(segments, rank, batched, slots, padded, placed)
+    return LoraBatch(segments, rank, batched, slots, padded, placed, bias_slots)
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, batch: LoraBatch) -> None:
@@ -93,3 +97,9 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     gathered = x.index_select(0, batch.padded).view(count, -1, x.shape[1])
     delta = torch.bmm(torch.bmm(gathered, a_used.transpose(1, 2)), b_used)
     out[batch.start :] += delta.view(-1, out.shape[1]).index_select(0, batch.placed)
+
+
+def add_bias(out: torch.Tensor, bias: torch.Tensor, batch: LoraBatch) -> None:
+    """Add each token's bias in place: out[t] += bias[slot(t)]; `bias` [S, O]."""
+    if batch.bias_slots is not None:
+        out[batch.start :] += bias.index_select(0, batch.bias_slots)

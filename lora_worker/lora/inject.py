@@ -2,48 +2,81 @@
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import NamedTuple
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lora_worker.errors import SettingsError
-from lora_worker.lora.layer import LoraLinear, LoraStep
+from lora_worker.lora.layer import LoraEmbedding, LoraLayer, LoraLinear, LoraStep
 
 
-def inject_lora(model: PreTrainedModel, target_modules: list[str]) -> tuple[dict[str, LoraLinear], LoraStep]:
-    """Replace every targeted linear module by a LoraLinear; returns them by module path, and what they look at.
+class Kind(Enum):
+    """What a module is to the layers."""
 
-    `target_modules` holds module names or ends of paths; 'all-linear' is every linear module but the output layer.
+    LINEAR = "linear"
+    OUTPUT = "output"  # the output layer: linear, over the tokens whose logits are asked for
+    EMBEDDING = "embedding"
+
+
+class Target(NamedTuple):
+    """A module that adapters may target."""
+
+    kind: Kind
+    in_features: int
+    out_features: int
+
+
+def inject_lora(model: PreTrainedModel, target_modules: list[str]) -> tuple[dict[str, LoraLayer], LoraStep]:
+    """Replace every module that adapters may target; returns the layers by module path, and what they look at.
+
+    `target_modules` holds module names or ends of paths; 'all-linear' is every linear module, and besides the output
+    layer and the input embedding, whose slots take no memory until an adapter targets them.
     """
     step = LoraStep()
-    layers: dict[str, LoraLinear] = {}
-    for path, (in_features, out_features) in targetable(model, target_modules).items():
+    layers: dict[str, LoraLayer] = {}
+    for path, target in targetable(model, target_modules).items():
         base = model.get_submodule(path)
-        layer = LoraLinear(base, in_features=in_features, out_features=out_features, step=step)
+        layer: LoraLayer
+        if isinstance(base, nn.Embedding):
+            layer = LoraEmbedding(base, step)
+        else:
+            layer = LoraLinear(
+                base,
+                in_features=target.in_features,
+                out_features=target.out_features,
+                step=step,
+                is_output=target.kind is Kind.OUTPUT,
+            )
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer)
         layers[path] = layer
     return layers, step
 
 
-def targetable(model: PreTrainedModel, target_modules: list[str]) -> dict[str, tuple[int, int]]:
-    """The linear modules that adapters may target, by path, with their in and out features.
+def targetable(model: PreTrainedModel, target_modules: list[str]) -> dict[str, Target]:
+    """The modules that adapters may target, by path.
 
     `target_modules` is the setting `lora_target_modules`; SettingsError where it names what the model hasn't.
     """
-    linear = {
-        path: shape
-        for path, module in model.named_modules()
-        if module is not model.get_output_embeddings() and (shape := _shape(module)) is not None
-    }
-    unmatched = [t for t in target_modules if t != "all-linear" and not any(_is_target(path, [t]) for path in linear)]
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    found = {}
+    for path, module in model.named_modules():
+        shape = _shape(module)
+        if shape is not None:
+            found[path] = Target(Kind.OUTPUT if module is output else Kind.LINEAR, *shape)
+        elif module is embedding and type(module) is nn.Embedding:
+            found[path] = Target(Kind.EMBEDDING, module.num_embeddings, module.embedding_dim)
+    unmatched = [t for t in target_modules if t != "all-linear" and not any(_is_target(path, [t]) for path in found)]
     if unmatched:
-        known = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
+        known = ", ".join(sorted({path.rpartition(".")[2] for path in found}))
         raise SettingsError(
             f"lora_target_modules names {', '.join(unmatched)}, but the base model has no such linear module; "
             f"leave it at all-linear, or name modules such as {known}"
         )
-    return {path: shape for path, shape in linear.items() if _is_target(path, target_modules)}
+    return {path: target for path, target in found.items() if _is_target(path, target_modules)}
 
 
 def _is_target(path: str, target_modules: list[str]) -> bool:

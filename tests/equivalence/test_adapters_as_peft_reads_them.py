@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.oracle import Oracle, engine_logits
 from support.tiny_models import EOS, ids_of, save_adapter
+from transformers import AutoModelForCausalLM
 
 from lora_worker.adapters.weights import read_tensors
 from lora_worker.engine import Engine
@@ -46,6 +49,11 @@ SERVED: dict[str, dict[str, Any]] = {
     "excluded": {"r": 4, "target_modules": ["q_proj", "gate_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
     "wide": {"r": 64, "lora_alpha": 3, "target_modules": ["k_proj"]},
     "eva": {"r": 4, "target_modules": ["q_proj"]},
+    "lora-bias": {"r": 4, "lora_bias": True, "target_modules": ["q_proj", "down_proj"]},
+    "bias-without-biases": {"r": 4, "bias": "all", "target_modules": ["q_proj"]},
+    "output-layer": {"r": 4, "target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"r": 4, "target_modules": ["v_proj", "embed_tokens"]},
+    "output-layer-and-embedding": {"r": 2, "target_modules": ["embed_tokens", "lm_head"]},
     "dropout": {"r": 4, "lora_dropout": 0.5, "target_modules": ["q_proj"]},
 }
 
@@ -64,8 +72,10 @@ def greedy(adapter: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SERVED)
 def test_it_equals_peft(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     base = tiny_model("llama")
-    folder = save_adapter(base, tmp_path / name, seed=9, **SERVED[name])
-    oracle = Oracle(base, {name: folder}, torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says that it saves an embedding besides
+        folder = save_adapter(base, tmp_path / name, seed=9, **SERVED[name])
+        oracle = Oracle(base, {name: folder}, torch.float64)
     expected = oracle.generate(name, PROMPT, 20, ignore_eos=True).tokens
     if name == "eva":  # an initialisation that leaves the base as it was
         change_config(init_lora_weights="eva")(folder)
@@ -86,6 +96,60 @@ def test_every_subset_of_the_projections_equals_peft(tiny_model: Callable[[str],
             engine.load_lora_adapter("subset", str(folder), replace=True)
             expected = Oracle(base, {"subset": folder}, torch.float64).logits("subset", PROMPT)
             torch.testing.assert_close(engine_logits(engine, "subset", PROMPT), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head", "q_proj"]])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_output_layer_and_embedding_tied_or_not(
+    is_tied: bool,  # noqa: FBT001 - a test's parameter
+    targets: list[str],
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Mixed with base rows and prompts in chunks: the output layer sees other rows than the rest of the model."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny_model("llama"), base)
+    if is_tied:
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        tensors = load_file(base / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says that merging a tied layer would be wrong
+        folder = save_adapter(base, tmp_path / "wide", seed=3, r=3, target_modules=targets)
+        oracle = Oracle(base, {"wide": folder}, torch.float64)
+    bodies: list[dict[str, Any]] = []
+    expected: list[list[int]] = []
+    for i in range(8):
+        name, prompt = ("wide" if i % 2 else None), [(7 * i + j) % EOS for j in range(1 + 5 * i)]
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+        bodies.append(body | ({"model": name} if name else {}))
+        expected.append(oracle.generate(name, prompt, 12, ignore_eos=True).tokens)
+    with engine_of(base, lora_paths=[f"wide={folder}"], max_prefill_tokens=7) as engine:
+        for tokens, answer in zip(expected, engine.generate(bodies), strict=True):
+            assert isinstance(answer, dict)
+            assert ids_of(answer["choices"][0]["text"]) == [token for token in tokens if token != EOS]
+        logits = engine_logits(engine, "wide", PROMPT)
+    torch.testing.assert_close(logits, oracle.logits("wide", PROMPT), atol=1e-6, rtol=0)
+
+
+def test_biases_of_adapted_modules_equal_peft(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    base = tiny_model("qwen2")
+    torch.manual_seed(4)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(r=4, bias="all", target_modules=["q_proj", "k_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(str(tmp_path / "biased"))
+    oracle = Oracle(base, {"biased": tmp_path / "biased"}, torch.float64)
+    with engine_of(base, lora_paths=[f"biased={tmp_path / 'biased'}"]) as engine:
+        for adapter in ("biased", None, "biased"):
+            expected = oracle.logits(adapter, PROMPT)
+            torch.testing.assert_close(engine_logits(engine, adapter, PROMPT), expected, atol=1e-6, rtol=0)
 
 
 def test_different_ranks_and_base_rows_in_one_batch_equal_solo_rows(
@@ -151,15 +215,15 @@ def test_what_matches_nothing_and_another_base_are_warnings(
     )(folder)
     # Copied from the base's folder, as many tools do; it says nothing of the weights.
     (folder / "added_tokens.json").write_text('{"<extra>": 100}')
-    warnings = plain_engine.load_lora_adapter("warned", str(folder))["report"]["warnings"]
+    said = plain_engine.load_lora_adapter("warned", str(folder))["report"]["warnings"]
     for word in (
         "no_proj",
         "rank_pattern has the pattern k_proj",
         "alpha_pattern has the pattern never",
         "another-base",
     ):
-        assert any(word in warning for warning in warnings), (word, warnings)
-    assert plain_engine.list_lora_adapters()["warned"]["report"]["warnings"] == list(warnings)
+        assert any(word in warning for warning in said), (word, said)
+    assert plain_engine.list_lora_adapters()["warned"]["report"]["warnings"] == list(said)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -230,15 +294,22 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "no-rank": (change_config(r="REMOVED"), ["'r'", "adapter_config.json"]),
     "no-json": (lambda folder: (folder / "adapter_config.json").write_text("{"), ["adapter_config.json", "JSON"]),  # type: ignore[dict-item]
     "dora": (change_config(use_dora=True), ["use_dora"]),
-    "bias": (change_config(bias="all"), ["bias", "all"]),
-    "lora-bias": (change_config(lora_bias=True), ["lora_bias"]),
+    "lora-bias-lost": (change_config(lora_bias=True), ["lora_B.bias", "layers.0.self_attn.q_proj"]),
+    "changed-norm": (
+        change_tensors(lambda t: t.update({"base_model.model.model.norm.weight": torch.full((32,), 9.0)})),
+        ["its own base_model.model.model.norm.weight"],
+    ),
+    "changed-output-layer": (
+        change_tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(128, 32)})),
+        ["its own base_model.model.lm_head.weight"],
+    ),
     "saved-modules": (change_config(modules_to_save=["lm_head"]), ["modules_to_save", "lm_head"]),
     "pissa": (change_config(init_lora_weights="pissa"), ["pissa", "path_initial_model_for_weight_conversion"]),
     "experts": (change_config(target_parameters=["mlp.experts.up"]), ["target_parameters"]),
     "replicated-layers": (change_config(layer_replication=[[0, 2]]), ["layer_replication"]),
     "future-field": (change_config(use_quantum=True), ["use_quantum"]),
     "no-match": (change_config(target_modules=["query_key_value"]), ["query_key_value"]),
-    "output-layer": (change_config(target_modules=["lm_head"]), ["lm_head", "q_proj"]),
+    "output-layer-lost": (change_config(target_modules=["lm_head"]), ["no place", "layers.0.self_attn"]),
     "wide": (change_config(r=65), ["rank 65", "max_lora_rank 64"]),
     "a-without-b": (change_tensors(lambda t: t.pop(KEY.replace("_A", "_B"))), ["lora_B", "layers.0.self_attn.q_proj"]),  # type: ignore[arg-type]
     "missing-tensor": (change_tensors(lambda t: t.pop(KEY)), ["lora_A", "layers.0.self_attn.q_proj"]),  # type: ignore[arg-type]
@@ -259,7 +330,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         change_tensors(lambda t: t.update({"base_model.model.model.embed_tokens.weight": torch.ones(130, 32)})),
         ["embed_tokens.weight", "130", "128"],
     ),
-    "embedding": (change_config(target_modules=["embed_tokens"]), ["embed_tokens", "q_proj"]),
     "token-rows": (change_config(trainable_token_indices=[3]), ["trainable_token_indices"]),
     "empty-targets": (change_config(target_modules=[]), ["target_modules"]),
     "bad-regex": (change_config(target_modules="("), ["PEFT cannot place"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lora_worker.kernels.torch_lora import Segment, add_lora, make_lora_batch
+from lora_worker.kernels.torch_lora import Segment, add_bias, add_lora, make_lora_batch
 
 H, O, R, S = 12, 20, 8, 6  # noqa: E741 - the shapes' own letters
 
@@ -35,22 +35,24 @@ def test_every_token_gets_the_delta_of_its_slot(step: str, rank: int, device: st
     # Adapters of smaller rank have zeros beyond it; what lies beyond the step's rank must not be read.
     a[:, rank:] = float("nan")
     b[:, rank:] = float("nan")
+    bias = torch.randn(S, O, generator=generator, dtype=torch.float64)
     expected = out.clone()
     for token, slot in enumerate(slots):
         if slot >= 0:
-            expected[token] += (x[token] @ a[slot, :rank].T) @ b[slot, :rank]
+            expected[token] += (x[token] @ a[slot, :rank].T) @ b[slot, :rank] + bias[slot]
     segments: list[Segment] = []
     for token, slot in enumerate(slots):
         if segments and segments[-1].slot == slot:
             segments[-1] = segments[-1]._replace(end=token + 1)
         elif slot >= 0:
             segments.append(Segment(slot, token, token + 1))
-    batch = make_lora_batch(segments, rank=rank, device=torch.device(device))
+    batch = make_lora_batch(segments, rank=rank, has_bias=True, device=torch.device(device))
     assert batch is not None
     result = out.to(device)
     add_lora(result, x.to(device), a.to(device), b.to(device), batch)
+    add_bias(result, bias.to(device), batch)
     torch.testing.assert_close(result.cpu(), expected)
 
 
 def test_a_step_without_adapters_has_no_batch() -> None:
-    assert make_lora_batch([], rank=0, device=torch.device("cpu")) is None
+    assert make_lora_batch([], rank=0, has_bias=False, device=torch.device("cpu")) is None
