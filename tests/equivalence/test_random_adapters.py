@@ -71,7 +71,7 @@ KEY_FORMS: dict[str, Rename] = {
 }
 SPOILERS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
     "none": lambda _: None,
-    "lost": lambda tensors: tensors.pop(sorted(tensors)[0]),
+    "lost": lambda tensors: tensors.pop(next(key for key in sorted(tensors) if "lora_" in key)),
     "nan": lambda tensors: tensors[sorted(tensors)[-1]].view(-1)[0].fill_(float("nan")),
     "turned": lambda tensors: tensors.update({sorted(tensors)[0]: tensors[sorted(tensors)[0]].t().contiguous()}),
     "more": lambda tensors: tensors.update({"base_model.model.extra.lora_A.weight": torch.ones(2, 2)}),
