@@ -102,8 +102,9 @@ class DevicePool:
 
     def remove(self, digest: str) -> None:
         """Give the adapter's slot back; nobody may hold it."""
-        resident = self._residents.pop(digest)
+        resident = self._residents[digest]
         assert resident.held == 0, f"{digest} is held by {resident.held} rows and can't leave"
+        del self._residents[digest]
         self._policy.removed(digest)
         self._free.append(resident.slot)
 
