@@ -92,6 +92,11 @@ def match(
     base_biases = _changed_biases(name, placements, others, base_parameter)
     path_of = _path_form(name, placements, {key: found["path"] for key, found in keys.items()})
     placed = {(path_of(found["path"]), _part(found)): key for key, found in keys.items()}
+    twice = sorted(set(keys) - set(placed.values()))
+    if twice:
+        raise InvalidAdapterError(
+            f"the adapter {name!r} has more than one tensor for one place ({', '.join(twice[:3])}); write each once"
+        )
     pairs = {}
     for path in sorted(placements):
         parts = []

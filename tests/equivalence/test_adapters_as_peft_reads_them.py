@@ -326,6 +326,14 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         change_tensors(lambda t: t.update({KEY.replace(".weight", ".other.weight"): torch.ones(4, 32)})),
         ["default, other"],
     ),
+    "one-place-twice": (
+        change_tensors(lambda t: t.update({KEY.removeprefix("base_model.model."): torch.ones(4, 32)})),
+        ["more than one tensor", KEY.removeprefix("base_model.model.")],
+    ),
+    "one-place-twice-by-name": (
+        change_tensors(lambda t: t.update({KEY.replace(".weight", ".default.weight"): torch.ones(4, 32)})),
+        ["more than one tensor"],
+    ),
     "resized-embedding": (
         change_tensors(lambda t: t.update({"base_model.model.model.embed_tokens.weight": torch.ones(130, 32)})),
         ["embed_tokens.weight", "130", "128"],
