@@ -85,6 +85,16 @@ class GenerateRequest(BaseModel):
         return self
 
 
+class AdapterOnWorker(BaseModel):
+    """What one worker does with one adapter; `held` counts the running rows, `last_used` is Unix time."""
+
+    cached: bool
+    resident: bool
+    slot: int | None
+    held: int
+    last_used: float | None
+
+
 class AdapterStatus(BaseModel):
     """One adapter as `list_lora_adapters` shows it. `workers` is keyed by the worker's name."""
 
@@ -95,16 +105,6 @@ class AdapterStatus(BaseModel):
     pinned: bool
     report: dict[str, Any]
     workers: dict[str, AdapterOnWorker]
-
-
-class AdapterOnWorker(BaseModel):
-    """What one worker does with one adapter; `held` counts the running rows, `last_used` is Unix time."""
-
-    cached: bool
-    resident: bool
-    slot: int | None
-    held: int
-    last_used: float | None
 
 
 FinishReason = Literal["stop", "length"]

@@ -16,7 +16,7 @@ from lora_worker.adapters.plan import AdapterPlanner, HostAdapter, LoadedAdapter
 from lora_worker.adapters.reference import AdapterReference, Readiness
 from lora_worker.adapters.registry import AdapterRegistry
 from lora_worker.errors import AdapterConflictError, AdapterError, InvalidAdapterError
-from lora_worker.messages import AdapterOnWorker
+from lora_worker.messages import AdapterOnWorker, AdapterStatus
 
 READER_THREADS = 2
 READ_AGAIN_SECONDS = 1.0
@@ -152,26 +152,29 @@ class AdapterManager:
 
     # Reports -------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, dict[str, Any]]:
+    def status(self, worker_name: str) -> dict[str, dict[str, Any]]:
         """Per registered name: what it is, and what this worker does with it."""
         return {
-            reference.name: {
-                "source": reference.source,
-                "digest": reference.digest,
-                "rank": reference.rank,
-                "bytes": reference.nbytes,
-                "pinned": reference.pinned,
-                "report": asdict(reference.report),
-                "here": AdapterOnWorker(
-                    cached=reference.digest in self.cache,
-                    resident=reference.digest in self.pool,
-                    slot=self.pool.slot(reference.digest) if reference.digest in self.pool else None,
-                    held=self.pool.held(reference.digest),
-                    last_used=self.pool.last_used(reference.digest),
-                ).model_dump(),
-            }
+            reference.name: AdapterStatus(
+                source=reference.source,
+                digest=reference.digest,
+                rank=reference.rank,
+                bytes=reference.nbytes,
+                pinned=reference.pinned,
+                report=asdict(reference.report),
+                workers={worker_name: self._here(reference.digest)},
+            ).model_dump()
             for reference in self.registry
         }
+
+    def _here(self, digest: str) -> AdapterOnWorker:
+        return AdapterOnWorker(
+            cached=digest in self.cache,
+            resident=digest in self.pool,
+            slot=self.pool.slot(digest) if digest in self.pool else None,
+            held=self.pool.held(digest),
+            last_used=self.pool.last_used(digest),
+        )
 
     def pool_info(self, policy: str) -> dict[str, Any]:
         """The pool as `inspect stats` shows it."""

@@ -222,10 +222,7 @@ class Engine:
 
     def list_lora_adapters(self) -> dict[str, Any]:
         """Per adapter: source, digest, rank, bytes, pinned, and where its weights are on this worker."""
-        status = self._thread.call(self._core.adapters.status)
-        for adapter in status.values():
-            adapter["workers"] = {self.worker_name: adapter.pop("here")}
-        return status
+        return self._thread.call(lambda: self._core.adapters.status(self.worker_name))
 
     def loaded_adapters(self) -> dict[str, str]:
         """`{name: path}` of the registered adapters."""
