@@ -133,7 +133,8 @@ class AdapterPlanner:
         return LoadedAdapter(adapter, report)
 
     def _placements_of(self, name: str, config: dict[str, Any]) -> dict[str, Placement]:
-        key = json.dumps({field: config.get(field) for field in sorted(SERVED)}, sort_keys=True)
+        # Patterns stay in the file's order: PEFT takes the first that matches.
+        key = json.dumps({field: config.get(field) for field in SERVED})
         with self._lock:
             if key in self._placements:
                 self._placements.move_to_end(key)

@@ -203,6 +203,24 @@ def test_every_known_form_of_keys_is_the_same_adapter(
     assert plain_engine.load_lora_adapter(f"form-{form}", str(folder))["report"]["digest"] == digest
 
 
+def test_the_first_pattern_that_matches_wins_in_the_order_of_the_file(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two adapters that differ in nothing but the order of their patterns, one after the other in one engine."""
+    base = tiny_model("llama")
+    patterns = {"q_proj": 2, r"layers\.0\..*": 64}
+    orders = {"one": patterns, "other": dict(reversed(patterns.items()))}
+    with engine_of(base) as engine:
+        for name, order in orders.items():
+            folder = save_adapter(base, tmp_path / name, seed=9, r=4, target_modules=["q_proj"])
+            change_config(alpha_pattern=order)(folder)
+            engine.load_lora_adapter(name, str(folder))
+            expected = Oracle(base, {name: folder}, torch.float64).logits(name, PROMPT)
+            torch.testing.assert_close(engine_logits(engine, name, PROMPT), expected, atol=1e-6, rtol=0)
+        first, second = (engine.list_lora_adapters()[name]["digest"] for name in orders)
+        assert first != second
+
+
 def test_what_matches_nothing_and_another_base_are_warnings(
     plain_engine: Engine, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
