@@ -1,4 +1,4 @@
-"""Which of the registered adapters one worker pins."""
+"""Which of the registered adapters a worker pins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from lora_worker.adapters.reference import AdapterReference
 from lora_worker.errors import AdapterConflictError
 
 
-def pinned_here(references: Iterable[AdapterReference], own: Collection[str], *, slots: int) -> tuple[set[str], set[str]]:
+def pinned_here(
+    references: Iterable[AdapterReference], own: Collection[str], *, slots: int
+) -> tuple[set[str], set[str]]:
     """The names that this worker pins, and those that it should and can't, since one slot must stay unpinned.
 
     Args:
@@ -30,11 +32,13 @@ def pinned_here(references: Iterable[AdapterReference], own: Collection[str], *,
     return pinned, left_out
 
 
-def check_pin(name: str, references: Iterable[AdapterReference], own: Collection[str], *, slots: int) -> None:
-    """Raise AdapterConflictError where one more pin would leave this worker no slot unpinned."""
+def check_pin(
+    name: str, references: Iterable[AdapterReference], own: Collection[str], *, slots: int, worker: str
+) -> None:
+    """Raise AdapterConflictError where a pin would leave a worker no slot unpinned."""
     _, left_out = pinned_here(references, own, slots=slots)
     if left_out:
         raise AdapterConflictError(
-            f"pinning {name!r} would pin more than {slots - 1} of {slots} slots, and one must stay unpinned; "
+            f"pinning {name!r} would pin {slots} of {slots} slots of {worker}, and one must stay unpinned; "
             f"unpin another adapter or raise max_loras_per_batch"
         )

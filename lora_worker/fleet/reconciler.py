@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,11 +21,12 @@ from redis.exceptions import RedisError
 from lora_worker.adapters.reference import AdapterReference
 from lora_worker.errors import EngineStoppedError
 from lora_worker.fleet.pins import pinned_here
-from lora_worker.fleet.registry_store import Changes, Entry, RegistryStore
+from lora_worker.fleet.registry_store import Changes, Entries, RegistryStore
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
+LOOK_SECONDS = 2.0
 
 
 class Registered(Protocol):
@@ -43,10 +45,10 @@ class Reconciler:
     """The thread, and what this worker has applied.
 
     Args:
-        base_name: no adapter may have this name.
+        restore: registers what this worker's engine has; called on the thread at the start, with no entries, and where
+            Redis has come back without the registry it had, with what that held.
         own_pins: names that the worker's settings pin.
-        changed: called on any thread when what `report` says has changed; must not block.
-        lost: called on the thread where Redis has come back without a registry, after there was one.
+        changed: called on any thread when what `describe` says has changed; must not block.
     """
 
     def __init__(
@@ -55,41 +57,46 @@ class Reconciler:
         registered: Registered,
         *,
         base_name: str,
-        own_pins: Collection[str],
+        own_pins: frozenset[str],
         slots: int,
+        restore: Callable[[Entries], None],
         changed: Callable[[], None],
-        lost: Callable[[], None],
     ) -> None:
+        self.entries: dict[str, AdapterReference] = {}
+        self.here: dict[str, dict[str, Any]] = {}
+        self.pinned: frozenset[str] = frozenset()
         self._store = store
         self._registered = registered
         self._base_name = base_name
         self._own_pins = own_pins
         self._slots = slots
+        self._restore = restore
         self._changed = changed
-        self._lost = lost
-        self._entries: dict[str, Entry] = {}
-        self._leaving: Counter[str] = Counter()
-        self._unpinned: set[str] = set()
+        self._has_joined = False
+        self._left_out: set[str] = set()
         self._applied = 0
-        self._is_behind = False
+        self._seen = 0  # the newest generation that a claim or beat has brought
         self._held: list[Callable[[], None]] = []
+        self._leaving: Counter[str] = Counter()
         self._is_ended = False
         self._lock = threading.Lock()
         self._applying = threading.Lock()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registry", daemon=True)
 
-    @property
-    def generation(self) -> int:
-        """The registry's generation that the engine has applied."""
-        return self._applied
-
-    @property
-    def leaving(self) -> list[str]:
-        """Names with rows that still run with content which was unloaded or replaced."""
-        return sorted(+self._leaving)
+    def describe(self) -> dict[str, Any]:
+        """The registry's part of what this worker reports."""
+        with self._lock:
+            leaving = sorted(+self._leaving)
+        return {
+            "generation": self._applied,
+            "leaving": leaving,
+            "pinned": sorted(self.pinned),
+            "adapters": self.here,
+        }
 
     def start(self) -> None:
+        self._wake.set()
         self._thread.start()
 
     def stop(self) -> None:
@@ -98,66 +105,102 @@ class Reconciler:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        for go_on in self._take_held():
+        for go_on in self._held:
             go_on()
 
     def on_generation(self, generation: int) -> None:
-        """What a claim or a beat found; never blocks."""
-        if generation == self._applied:
-            return
-        # A beat or claim may also be older than what is applied; to look is cheap.
-        self._is_behind = self._is_behind or generation > self._applied
-        self._wake.set()
+        """What a claim or a beat has found; never blocks."""
+        if generation != self._applied:
+            with self._lock:
+                self._seen = max(self._seen, generation)
+            self._wake.set()
 
     def admit(self, name: Any, go_on: Callable[[], None]) -> None:
-        """Call `go_on` as soon as the engine has applied what is known to have changed, and knows the name if anyone does.
+        """Call `go_on` when all that is known to have changed is applied, and the name looked up if it is unknown.
 
-        At once, on this thread, as a rule. Rows of one name stay in order.
+        At once, on the caller's thread, as a rule. Rows keep their order.
         """
         with self._lock:
-            must_wait = self._is_behind or bool(self._held) or not self._knows(name)
-            if must_wait and not self._is_ended:
+            is_current = self._has_joined and self._seen <= self._applied
+            is_known = not isinstance(name, str) or name == self._base_name or name in self.entries
+            if not self._is_ended and not (is_current and is_known and not self._held):
                 self._held.append(go_on)
                 self._wake.set()
                 return
         go_on()
 
     def refresh(self) -> None:
-        """Apply what has changed in Redis; raises RedisError."""
+        """Apply what has changed in Redis; any thread; raises RedisError."""
         with self._applying:
+            if not self._has_joined:
+                self._restore({})
+                self._has_joined = True
             changes = self._store.changes_since(self._applied)
-            if changes.generation == self._applied and not changes.is_whole:
-                return
             if changes.generation == 0 and self._applied > 0:
-                self._lost()
+                logger.warning("Redis has come back without the registry of adapters; what is known here is kept.")
+                self._restore(self.entries)
                 changes = self._store.changes_since(0)
-            self._apply(changes)
+            if changes.generation != self._applied:
+                self._apply(changes)
 
     # ---------------------------------------------------------------------------------------------
 
-    def _knows(self, name: Any) -> bool:
-        return not isinstance(name, str) or name == self._base_name or name in self._entries
-
     def _run(self) -> None:
         while not self._is_ended:
-            self._wake.wait()
+            self._wake.wait(LOOK_SECONDS)
             self._wake.clear()
             with self._lock:
-                was_behind, self._is_behind = self._is_behind, False
-            held = self._take_held()
+                seen, held, self._held = self._seen, self._held, []
             try:
                 self.refresh()
+                self.here = self._registered.here()
             except Exception as error:
-                if isinstance(error, EngineStoppedError):
-                    pass
-                elif isinstance(error, RedisError):
-                    logger.warning("Redis is away (%s); %d rows wait for the registry.", error, len(held))
-                else:
-                    logger.exception("The registry could not be followed; %d rows wait for it.", len(held))
+                self._say(error, len(held))
                 with self._lock:
-                    self._is_behind = self._is_behind or was_behind
                     self._held = held + self._held
-                self._again_soon()
+                time.sleep(RETRY_SECONDS)
+                self._wake.set()
                 continue
+            with self._lock:
+                if self._seen == seen > self._applied:
+                    self._seen = self._applied  # Redis came back with less than it had
             for go_on in held:
                 go_on()
+
+    def _say(self, error: Exception, waiting: int) -> None:
+        if isinstance(error, RedisError):
+            logger.warning("Redis is away (%s); %d rows wait for the registry.", error, waiting)
+        elif not isinstance(error, EngineStoppedError):
+            logger.error("The registry could not be followed; %d rows wait for it.", waiting, exc_info=error)
+
+    def _apply(self, changes: Changes) -> None:
+        kept = {} if changes.is_whole else {n: e for n, e in self.entries.items() if n not in changes.gone}
+        entries = {name: entry for name, entry in {**kept, **changes.entries}.items() if name != self._base_name}
+        pinned, left_out = pinned_here(entries.values(), self._own_pins, slots=self._slots)
+        if left_out - self._left_out:
+            logger.error("Not pinned here, since one slot must stay unpinned: %s", ", ".join(sorted(left_out)))
+        known = self._registered.references()
+        wanted: dict[str, AdapterReference | None] = {name: None for name in known if name not in entries}
+        for name, entry in entries.items():
+            own = known.get(name)
+            # Files that this worker's settings named stay where they are, if their content is what is registered.
+            is_own = own is not None and own.lora_path is None and own.digest == entry.digest
+            reference = replace(own if own and is_own else entry, pinned=name in pinned)
+            if reference != own:
+                wanted[name] = reference
+        for name, rows in self._registered.apply(wanted).items():
+            self._wait_for(name, rows)
+        self.entries, self.pinned, self._left_out = entries, frozenset(pinned), left_out
+        self._applied = changes.generation
+        self._changed()
+
+    def _wait_for(self, name: str, rows: Future[None]) -> None:
+        with self._lock:
+            self._leaving[name] += 1
+
+        def ended(_: Future[None]) -> None:
+            with self._lock:
+                self._leaving[name] -= 1
+            self._changed()
+
+        rows.add_done_callback(ended)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
@@ -18,53 +18,46 @@ from redis.client import Pipeline
 
 from lora_worker.adapters.reference import AdapterReference, LoadReport, check_name
 from lora_worker.errors import InvalidAdapterError
+from lora_worker.fleet.keys import Keys
 
 logger = logging.getLogger(__name__)
 
 
-class Entry(NamedTuple):
-    """A registered adapter, and the number of the change that gave it this content."""
-
-    reference: AdapterReference
-    generation: int
-
-
-# What a change reads: the entries of the names it asked for, as far as there are any.
-Entries = Mapping[str, Entry]
+# What a change reads: those of the names it asked for that are registered.
+Entries = Mapping[str, AdapterReference]
+# What it writes: an entry's new content, or None to remove it.
+Decision = dict[str, AdapterReference | None]
 
 
 class Changes(NamedTuple):
     """The registry after some generation: what was registered or changed since, and which names went."""
 
     generation: int
-    entries: dict[str, Entry]
+    entries: dict[str, AdapterReference]
     gone: set[str]
     is_whole: bool  # all of the registry, and not what has changed alone
 
 
 class RegistryStore:
-    """Any thread may use it; raises RedisError where Redis doesn't answer.
+    """Any thread may use it; raises RedisError where Redis doesn't answer."""
 
-    Args:
-        prefix: the setting `queue_prefix`; the keys are `PREFIX:registry`, `PREFIX:registry:generation` and
-            `PREFIX:registry:changes`, a sorted set of the names by their last change.
-    """
-
-    def __init__(self, redis: Redis, prefix: str) -> None:
+    def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
-        self._hash = f"{prefix}:registry"
-        self._generation = f"{prefix}:registry:generation"
-        self._changes = f"{prefix}:registry:changes"
+        self._keys = keys
+        self._hash, self._generation, self._changes = keys.registry, keys.generation, keys.registry_changes
 
     def generation(self) -> int:
         """The number of the last change; 0 where there is no registry."""
         return int(self._redis.get(self._generation) or 0)
 
-    def names(self) -> set[str]:
-        return {name.decode() for name in self._redis.hkeys(self._hash)}
-
-    def get(self, name: str) -> Entry | None:
-        return _entry(name, self._redis.hget(self._hash, name))
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """What the workers last said of themselves, by id; a dead one is among them until all it had is restored."""
+        found: list[Any] = self._redis.zrange(self._keys.workers, 0, -1)
+        workers = [worker.decode() for worker in found]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for worker in workers:
+                pipe.hget(self._keys.worker(worker), "report")
+            return {worker: json.loads(report or "{}") for worker, report in zip(workers, pipe.execute(), strict=True)}
 
     def changes_since(self, generation: int) -> Changes:
         """What has changed since then; all there is, where Redis knows less than that."""
@@ -77,73 +70,63 @@ class RegistryStore:
             if not changed:
                 return Changes(int(now or 0), {}, set(), is_whole=False)
             # Entries may be newer than `now` by now; the next call then gives them again.
-            values = self._redis.hmget(self._hash, changed)
+            values: list[Any] = self._redis.hmget(self._hash, changed)
         names = [name.decode() for name in changed]
-        found = {name: _entry(name, value) for name, value in zip(names, values, strict=True)}
-        entries = {name: entry for name, entry in found.items() if entry is not None}
+        entries = _entries(names, values)
         return Changes(int(now or 0), entries, set(names) - set(entries), is_whole=False)
 
-    def change(
-        self, names: Collection[str], decide: Callable[[Entries], Mapping[str, AdapterReference | None]]
-    ) -> int:
-        """Write what `decide` makes of the entries of these names, None to remove one; returns the generation.
+    def change(self, names: Collection[str], decide: Callable[[Entries], Decision]) -> int:
+        """Write what `decide` makes of the entries of these names; returns the generation.
 
-        `decide` may be called more than once, and what it raises is raised. A change that only pins or unpins keeps the
-        entry's own generation.
+        `decide` may be called more than once, and what it raises is raised.
         """
 
         def run(pipe: Pipeline) -> int:
-            found = {name: _entry(name, value) for name, value in self._read(pipe, names)}
+            values = pipe.hmget(self._hash, list(names)) if names else []
             now = int(pipe.get(self._generation) or 0)
-            before = {name: entry for name, entry in found.items() if entry is not None}
-            changes = decide(before)
+            changes = decide(_entries(names, values))
             pipe.multi()
             if not changes:
                 return now
             after = now + 1 if now else int(time.time() * 1000)
             pipe.set(self._generation, after)
+            pipe.zadd(self._changes, dict.fromkeys(changes, after))
             for name, reference in changes.items():
-                pipe.zadd(self._changes, {name: after})
                 if reference is None:
                     pipe.hdel(self._hash, name)
-                    continue
-                known = before.get(name)
-                is_same = known is not None and known.reference.digest == reference.digest
-                own = known.generation if known is not None and is_same else after
-                pipe.hset(self._hash, name, json.dumps({**asdict(reference), "generation": own}))
+                else:
+                    pipe.hset(self._hash, name, json.dumps(asdict(reference)))
             return after
 
-        return int(
-            self._redis.transaction(run, self._hash, self._generation, value_from_callable=True)  # type: ignore[no-untyped-call]
-        )
-
-    def _read(self, pipe: Pipeline, names: Collection[str]) -> list[tuple[str, Any]]:
-        return list(zip(names, pipe.hmget(self._hash, list(names)), strict=True)) if names else []
+        transaction: Any = self._redis.transaction  # typed as if it returned the commands' answers
+        return int(transaction(run, self._hash, self._generation, value_from_callable=True))
 
     def _all(self) -> Changes:
         with self._redis.pipeline() as pipe:
             pipe.get(self._generation)
             pipe.hgetall(self._hash)
             now, values = pipe.execute()
-        found = {name.decode(): _entry(name.decode(), value) for name, value in values.items()}
-        entries = {name: entry for name, entry in found.items() if entry is not None}
+        entries = _entries([name.decode() for name in values], list(values.values()))
         return Changes(int(now or 0), entries, set(), is_whole=True)
 
 
-def _entry(name: str, value: bytes | None) -> Entry | None:
-    """An entry as Redis has it; one that this version can't read is left out, and said."""
-    if value is None:
-        return None
-    try:
-        found = json.loads(value)
-        report = LoadReport(**_known(LoadReport, found["report"]))
-        # Only what lies under this worker's own roots is read, whatever Redis says.
-        lora_path = str(found.get("lora_path") or found["source"])
-        values = {**_known(AdapterReference, found), "report": report, "lora_path": lora_path}
-        return Entry(AdapterReference(**{**values, "name": check_name(name)}), int(found["generation"]))
-    except (ValueError, KeyError, TypeError, InvalidAdapterError) as error:
-        logger.error("The entry of the adapter %r in the registry cannot be read, and is left out: %r", name, error)
-        return None
+def _entries(names: Iterable[str], values: list[Any]) -> dict[str, AdapterReference]:
+    """What Redis has under these names; an entry that this version can't read is left out, and said."""
+    entries = {}
+    for name, value in zip(names, values, strict=True):
+        try:
+            if value is not None:
+                entries[name] = _reference(check_name(name), json.loads(value))
+        except (ValueError, KeyError, TypeError, InvalidAdapterError) as error:
+            logger.error("The adapter %r in the registry cannot be understood, and is left out: %r", name, error)
+    return entries
+
+
+def _reference(name: str, found: dict[str, Any]) -> AdapterReference:
+    report = LoadReport(**_known(LoadReport, found["report"]))
+    # With a `lora_path`, files are read from under this worker's own roots alone, whatever Redis says.
+    own = {"name": name, "report": report, "lora_path": str(found.get("lora_path") or found["source"])}
+    return AdapterReference(**_known(AdapterReference, found) | own)
 
 
 def _known(kind: type, values: dict[str, Any]) -> dict[str, Any]:
