@@ -28,6 +28,11 @@ def connect(url: str, *, timeout_seconds: float) -> Redis:
     )
 
 
+def tags_under(redis: Redis, key: str) -> set[str]:
+    """The tags of the messages under a worker's key."""
+    return {tag.decode() if isinstance(tag, bytes) else tag for tag in redis.hkeys(key)}
+
+
 def check_server(redis: Redis) -> None:
     """Raise SettingsError where the server is of a kind on which claims and leases would not hold."""
     mode = redis.info("server").get("redis_mode", "standalone")

@@ -31,7 +31,7 @@ class Keys:
         # Sorted set: worker id -> when its lease ends, in Redis's time; 0 while its messages are being restored.
         self.workers = f"{prefix}:workers"
         # Hash: `partitions` as the first worker had it, to which others are held; `epoch`, which tells whether Redis
-        # came back without its data; `members`, a count that moves when a worker comes, goes, drains or changes its pins.
+        # came back without its data; `members`, a count that moves when a worker comes, goes, drains or changes pins.
         self.fleet = f"{prefix}:fleet"
         # Hash: id of a worker with nothing to do -> rows it could take, and when it said so.
         self.idle = f"{prefix}:idle"

@@ -2,10 +2,10 @@
 
 Every beat renews an entry in a sorted set, by Redis's own clock. What follows from it, and why it is safe:
 
-- *Who lost the lease knows.* A peer that restores a worker's messages first sets its entry to 0, and removes it when all
-  are restored. The worker's next beat finds that, and then which rows are still its own (their messages are still under
-  its key); it cancels the others. So it does after a beat whose answer was lost, which may have found it. A claim needs a lease that has not ended, so nothing is recorded under a key
-  that a peer has emptied.
+- *Who lost the lease knows.* A peer that restores a worker's messages first sets its entry to 0, and removes it when
+  all are restored. The worker's next beat finds that, and then which rows are still its own (their messages are still
+  under its key); it cancels the others. So it does after a beat whose answer was lost, which may have found it. A claim
+  needs a lease that has not ended, so nothing is recorded under a key that a peer has emptied.
 - *Who may have lost it says nothing.* `is_certain` counts from before the last good beat was sent, so while it holds
   the entry can't have ended on the server, which counts from later. A worker that was stopped, or cut off, for longer
   than its lease stores no result until a beat has told it which rows are still its own.
@@ -95,7 +95,7 @@ class Lease:
         on_beat: Callable[[Beat], None],
     ) -> None:
         self._keys = [keys.workers, keys.fleet, keys.generation]
-        self._arguments = [worker_id, lease_seconds, len(keys.partitions), uuid4().hex]
+        self._arguments: list[str | float] = [worker_id, lease_seconds, len(keys.partitions), uuid4().hex]
         self._script = redis.register_script(script("beat"))
         self._worker_id = worker_id
         self._lease_seconds = lease_seconds

@@ -83,6 +83,15 @@ class Unacknowledged:
         with self._lock:
             self._tags.add(tag)
 
+    def in_hand(self) -> set[str]:
+        with self._lock:
+            return set(self._tags)
+
+    @property
+    def unsettled(self) -> int:
+        """Operations that are yet to be written."""
+        return len(self._operations)
+
     def tags(self) -> set[str]:
         """Those in hand, and those that are being settled."""
         with self._lock:
