@@ -32,6 +32,7 @@ class FleetRegistry:
     Args:
         worker_name: what reports and answers call this worker.
         worker_id: its id in the fleet.
+        on_join: called before the first row is let in, again and again while it raises RedisError.
         changed: called on any thread when the worker's report should be written anew; must not block.
     """
 
@@ -44,12 +45,14 @@ class FleetRegistry:
         worker_name: str,
         worker_id: str,
         changed: Callable[[], None],
+        on_join: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._registered = registered
         self._settings = settings
         self._worker_name = worker_name
         self._worker_id = worker_id
+        self._on_join = on_join
         self._is_ended = False
         self._own_pins = frozenset(entry.lora_name for entry in settings.lora_paths if entry.pinned)
         self._refused: dict[str, str] = {}
@@ -182,6 +185,8 @@ class FleetRegistry:
         return sorted(worker_name_of(w, r) for w, r in reports.items() if not has_let_go(r, name, generation))
 
     def _restore(self, entries: Entries) -> None:
+        if not entries:
+            self._on_join()
         references = list(entries.values()) or self._of_settings()
         # With nobody else there, the settings of a worker that starts are what is wanted now.
         is_alone = not entries and set(self._store.reports()) <= {self._worker_id}

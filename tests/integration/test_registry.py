@@ -66,7 +66,7 @@ class Worker:
 
     def claim(self) -> None:
         """What comes with every claim and beat."""
-        self.registry.reconciler.on_generation(int(self.redis.get(KEYS.generation) or 0))  # type: ignore[arg-type]
+        self.registry.reconciler.on_generation(int(self.redis.get(KEYS.generation) or 0))
 
     def row(self, name: str, *, max_tokens: int = 1) -> Row:
         return Row(self, name, max_tokens)
@@ -330,10 +330,10 @@ def test_a_registry_that_redis_has_lost_is_registered_again(
     first = make_worker("first")
     first.registry.load_lora_adapter("a", "a")
     first.registry.pin_lora_adapter("a")
-    before = int(connection.get(KEYS.generation) or 0)  # type: ignore[arg-type]
+    before = int(connection.get(KEYS.generation) or 0)
     connection.flushdb()
     first.beat()
-    wait_for(lambda: int(connection.get(KEYS.generation) or 0) > before, "it is registered again")  # type: ignore[arg-type]
+    wait_for(lambda: int(connection.get(KEYS.generation) or 0) > before, "it is registered again")
     later = make_worker("later")
     assert later.row("a").text() == answer_text(digest_of(root / "a"), "x")
     assert later.registry.describe()["pinned"] == ["a"]
