@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -25,7 +24,7 @@ from lora_worker.fleet.registry_store import Changes, Entries, RegistryStore
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 0.5
+RETRY_SECONDS = (0.2, 5.0)  # the first wait while Redis is away, and the longest
 LOOK_SECONDS = 2.0
 
 
@@ -78,7 +77,7 @@ class Reconciler:
         self._seen = 0  # the newest generation that a claim or beat has brought
         self._held: list[Callable[[], None]] = []
         self._leaving: Counter[str] = Counter()
-        self._is_ended = False
+        self._ended = threading.Event()
         self._lock = threading.Lock()
         self._applying = threading.Lock()
         self._wake = threading.Event()
@@ -101,7 +100,7 @@ class Reconciler:
 
     def stop(self) -> None:
         """End the thread; what waits goes to the engine, which has stopped and says so."""
-        self._is_ended = True
+        self._ended.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -123,7 +122,7 @@ class Reconciler:
         with self._lock:
             is_current = self._has_joined and self._seen <= self._applied
             is_known = not isinstance(name, str) or name == self._base_name or name in self.entries
-            if not self._is_ended and not (is_current and is_known and not self._held):
+            if not self._ended.is_set() and not (is_current and is_known and not self._held):
                 self._held.append(go_on)
                 self._wake.set()
                 return
@@ -146,7 +145,8 @@ class Reconciler:
     # ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._is_ended:
+        wait, longest = RETRY_SECONDS
+        while not self._ended.is_set():
             self._wake.wait(LOOK_SECONDS)
             self._wake.clear()
             with self._lock:
@@ -158,9 +158,11 @@ class Reconciler:
                 self._say(error, len(held))
                 with self._lock:
                     self._held = held + self._held
-                time.sleep(RETRY_SECONDS)
+                self._ended.wait(wait)
+                wait = min(2 * wait, longest)
                 self._wake.set()
                 continue
+            wait = RETRY_SECONDS[0]
             with self._lock:
                 if self._seen == seen > self._applied:
                     self._seen = self._applied  # Redis came back with less than it had
@@ -169,7 +171,7 @@ class Reconciler:
 
     def _say(self, error: Exception, waiting: int) -> None:
         if isinstance(error, RedisError):
-            logger.warning("Redis is away (%s); %d rows wait for the registry.", error, waiting)
+            logger.warning("The registry could not be read or written (%s); %d rows wait for it.", error, waiting)
         elif not isinstance(error, EngineStoppedError):
             logger.error("The registry could not be followed; %d rows wait for it.", waiting, exc_info=error)
 

@@ -18,6 +18,7 @@ from redis.client import Pipeline
 
 from lora_worker.adapters.reference import AdapterReference, LoadReport, check_name
 from lora_worker.errors import InvalidAdapterError
+from lora_worker.fleet.connection import script
 from lora_worker.fleet.keys import Keys
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class RegistryStore:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
+        self._write = script("register")
         self._hash, self._generation, self._changes = keys.registry, keys.generation, keys.registry_changes
 
     def generation(self) -> int:
@@ -82,20 +84,16 @@ class RegistryStore:
         """
 
         def run(pipe: Pipeline) -> int:
-            values = pipe.hmget(self._hash, list(names)) if names else []
+            found = pipe.hmget(self._hash, list(names)) if names else []
             now = int(pipe.get(self._generation) or 0)
-            changes = decide(_entries(names, values))
+            changes = decide(_entries(names, found))
             pipe.multi()
             if not changes:
                 return now
             after = now + 1 if now else int(time.time() * 1000)
-            pipe.set(self._generation, after)
-            pipe.zadd(self._changes, dict.fromkeys(changes, after))
-            for name, reference in changes.items():
-                if reference is None:
-                    pipe.hdel(self._hash, name)
-                else:
-                    pipe.hset(self._hash, name, json.dumps(asdict(reference)))
+            values = {name: "" if r is None else json.dumps(asdict(r)) for name, r in changes.items()}
+            keys = (self._hash, self._changes, self._generation)
+            pipe.eval(self._write, len(keys), *keys, after, *(word for item in values.items() for word in item))
             return after
 
         transaction: Any = self._redis.transaction  # typed as if it returned the commands' answers
