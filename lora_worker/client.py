@@ -12,6 +12,7 @@ from kombu.entity import Exchange, Queue
 import lora_worker.errors as _errors  # noqa: F401
 from lora_worker.fleet.configuration import common_configuration
 from lora_worker.fleet.keys import Keys
+from lora_worker.fleet.revoked import write_revoked
 from lora_worker.fleet.routing import queue_for
 from lora_worker.messages import (
     GENERATE,
@@ -82,6 +83,12 @@ class Client:
     def list_lora_adapters(self) -> AsyncResult:
         """Every loaded adapter, and where its weights are."""
         return self._send(LIST_LORA_ADAPTERS, {})
+
+    def cancel(self, *task_ids: str) -> None:
+        """Revoke tasks, queued or running: also those that only a worker which starts later will see."""
+        remember = self.app.conf.result_expires
+        write_revoked(self.app.backend.client, self._keys, task_ids, remember_seconds=remember)
+        self.app.control.revoke(list(task_ids), terminate=True)
 
     def close(self) -> None:
         """Give the connections back."""
