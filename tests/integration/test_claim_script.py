@@ -43,6 +43,7 @@ class Queues:
         self.keys = Keys("lora", 8)
         self.claimer = Claimer(Here(), rows=8, base_name="base", load=lambda: LOAD, hand_over=lambda _: None)
         self.own, self.others = self.claimer.partitions
+        self.stuck: list[str] = []
         redis.zadd(self.keys.workers, {HERE: 1e12, PEER: 1e12})
 
     def put(self, queue: str, count: int, priority: int = 0, label: str = "") -> None:
@@ -54,7 +55,7 @@ class Queues:
         return [message.raw.decode() for message in self.claimed(**limits)[1]]
 
     def claimed(self, **limits: int) -> tuple[list[object], list[object]]:
-        claim: PreparedClaim = self.claimer._prepared(LOAD, NOTHING._replace(**limits))
+        claim: PreparedClaim = self.claimer._prepared(LOAD, NOTHING._replace(**limits), self.stuck)
         answer = self.redis.eval(SCRIPT, len(claim.keys), *claim.keys, *claim.arguments)
         return answer, list(claim.read(answer))
 
@@ -110,6 +111,19 @@ def test_others_backlogs_are_taken_from_above_the_spill_limit_for_free_rows(queu
     queues.put(queues.others[1], 30)
     assert len(queues.claim(ahead=50, free=8, spill=0)) == 8
     assert not queues.claim(ahead=50, free=0, spill=0)
+
+
+def test_small_backlogs_of_others_are_shown_and_taken_when_they_are_stuck(queues: Queues) -> None:
+    queues.put(queues.others[0], 3, 6)
+    queues.put(queues.others[1], 1)
+    answer, messages = queues.claimed(free=8)
+    assert not messages
+    names = queues.claimer._prepared(LOAD, NOTHING, []).lists
+    watched = {names[answer[4][i] - 1]: answer[4][i + 1] for i in range(0, len(answer[4]), 2)}
+    assert list(watched) == [queues.others[1], list_of(queues.others[0], 6)]
+    assert queues.claimed(free=0)[0][4] == []
+    queues.stuck = [list_of(queues.others[0], 6)]
+    assert len(queues.claim(free=8)) == 3
 
 
 def test_the_highest_priority_comes_first_and_one_in_eight_is_the_lowest(queues: Queues) -> None:
