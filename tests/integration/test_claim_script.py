@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
 from lora_worker.embedded import EmbeddedServer
-from lora_worker.fleet.claimer import Claimer, PreparedClaim
+from lora_worker.fleet.claimer import ClaimedMessage, Claimer, PreparedClaim
 from lora_worker.fleet.claims import Limits, Load
 from lora_worker.fleet.connection import script
 from lora_worker.fleet.keys import Keys, list_of, lists_of
@@ -54,13 +55,13 @@ class Queues:
         """The messages that a claim with these limits brings."""
         return [message.raw.decode() for message in self.claimed(**limits)[1]]
 
-    def claimed(self, **limits: int) -> tuple[list[object], list[object]]:
+    def claimed(self, **limits: int) -> tuple[list[Any], list[ClaimedMessage]]:
         claim: PreparedClaim = self.claimer._prepared(LOAD, NOTHING._replace(**limits), self.stuck)
-        answer = self.redis.eval(SCRIPT, len(claim.keys), *claim.keys, *claim.arguments)
-        return answer, list(claim.read(answer))
+        answer: Any = self.redis.eval(SCRIPT, len(claim.keys), *claim.keys, *claim.arguments)
+        return answer, claim.read(answer)
 
     @property
-    def recorded(self) -> dict[bytes, bytes]:
+    def recorded(self) -> dict[Any, Any]:
         return self.redis.hgetall(self.keys.unacked(HERE))
 
 
@@ -170,7 +171,8 @@ def test_idle_workers_are_heard_of_by_those_with_something_to_spare(queues: Queu
     assert queues.claimed(listen=1)[0][3] == [PEER.encode(), 5]
     assert queues.claimed(listen=0)[0][3] == []
     queues.claimed(room=7)
-    assert queues.redis.hget(queues.keys.idle, HERE).split()[0] == b"7"
+    said: Any = queues.redis.hget(queues.keys.idle, HERE)
+    assert said.split()[0] == b"7"
     queues.claimed(room=0)
     assert not queues.redis.hexists(queues.keys.idle, HERE)
     queues.put(queues.own[0], 1)
