@@ -86,13 +86,18 @@ class GenerateRequest(BaseModel):
 
 
 class AdapterOnWorker(BaseModel):
-    """What one worker does with one adapter; `held` counts the running rows, `last_used` is Unix time."""
+    """What one worker does with one adapter; `held` counts the running rows, `last_used` is Unix time.
+
+    `used_bytes` are its weights in the pool, `wasted_bytes` what its pages hold besides.
+    """
 
     cached: bool
     resident: bool
     slot: int | None
     held: int
     last_used: float | None
+    used_bytes: int
+    wasted_bytes: int
 
 
 class AdapterStatus(BaseModel):

@@ -7,7 +7,6 @@ import time
 from concurrent.futures import Future
 
 from lora_worker.adapters.manager import AdapterManager
-from lora_worker.adapters.reference import Readiness
 from lora_worker.engine.model_runner import ModelRunner
 from lora_worker.engine.sampler import Sampler
 from lora_worker.engine.scheduler import Scheduler
@@ -20,6 +19,7 @@ from lora_worker.errors import (
     LoraWorkerError,
     RequestWithdrawnError,
     TimeLimitError,
+    UnknownAdapterError,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,12 @@ class EngineCore:
         return list(self._rows.values())
 
     def add(self, sequence: Sequence) -> None:
+        error: LoraWorkerError | None = None
         if sequence.request_id in self._rows:
             error = InvalidRequestError(f"a request with the id {sequence.request_id!r} is running; give each its own")
+        elif sequence.adapter_name is not None:
+            error = self._unknown(sequence.adapter_name)
+        if error is not None:
             sequence.on_finished(Finished(sequence, error=error))
             return
         self._rows[sequence.request_id] = sequence
@@ -94,7 +98,7 @@ class EngineCore:
         chunks, new_blocks = self.scheduler.schedule()
         if not chunks:
             return False
-        chunks.sort(key=lambda chunk: chunk.sequence.slot)
+        chunks.sort(key=lambda chunk: (len(chunk.sequence.pages), chunk.sequence.pages))
         logits = self._runner.run(chunks, new_blocks=new_blocks)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         sampled = self._sampler.sample(
@@ -111,46 +115,57 @@ class EngineCore:
         self.steps += 1
         return True
 
-    def start(self, sequence: Sequence) -> Readiness:
-        """The scheduler's question whether a row may run. What goes wrong here fails this row alone."""
-        if sequence.started_at is not None:
-            return Readiness.READY  # preempted before: it has been asked, and holds its adapter still
+    def start(self, sequence: Sequence, spares_wanted: bool) -> bool:  # noqa: FBT001 - the scheduler's `Start`
+        """Start a row if its adapter is or can be brought in a slot. What goes wrong here fails this row alone."""
         try:
-            return self._try_to_start(sequence)
+            return self._try_to_start(sequence, wanted_may_go=not spares_wanted)
         except AdapterError as error:
             self.fail(sequence, error)
         except Exception as error:
             logger.exception("The request %s could not be started.", sequence.request_id)
             self.fail(sequence, GenerationError(f"the request could not be started: {type(error).__name__}"))
-        return Readiness.NOT_YET
+        return False
 
     def stop(self, sequence: Sequence) -> None:
         """The scheduler lets go of a row that had an adapter."""
         assert sequence.adapter is not None
         self.adapters.release(sequence.adapter.digest)
 
-    def _try_to_start(self, sequence: Sequence) -> Readiness:
+    def _try_to_start(self, sequence: Sequence, *, wanted_may_go: bool) -> bool:
         reference = self.adapters.registry.get(sequence.adapter_name) if sequence.adapter_name else None
-        readiness = self.adapters.prepare(reference) if reference else Readiness.READY
-        if readiness is not Readiness.READY:
-            return readiness
+        was_resident = reference is not None and reference.digest in self.adapters.pool
+        if reference is not None and not self.adapters.prepare(reference, wanted_may_go=wanted_may_go):
+            return False
         if sequence.may_start is not None and not sequence.may_start():
             self.fail(sequence, RequestWithdrawnError(f"the request {sequence.request_id} was withdrawn in time"))
-            return Readiness.NOT_YET
+            return False
         if reference is not None:
             sequence.adapter = reference
-            sequence.slot = self.adapters.hold(reference.digest)
+            sequence.slot, sequence.pages = self.adapters.hold(reference.digest)
+            self.adapters.counters.hits += was_resident
+            self.adapters.waits.add(reference.name, sequence.queued_seconds)
         sequence.started_at = time.monotonic()
         if sequence.on_started is not None:
             sequence.on_started()
-        return Readiness.READY
+        return True
+
+    def _unknown(self, name: str) -> UnknownAdapterError | None:
+        """The error for a row whose adapter was unloaded while the row was read."""
+        try:
+            self.adapters.registry.get(name)
+        except UnknownAdapterError as error:
+            return error
+        return None
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the numbers, where a count has drifted."""
         self.scheduler.check_integrity()
         self.adapters.check_integrity(self.scheduler.held())
-        scheduled = {s.request_id for s in self.scheduler.running + self.scheduler.waiting}
+        scheduled = {sequence.request_id for sequence in self.scheduler.rows()}
         assert scheduled == set(self._rows), f"rows lost: {scheduled ^ set(self._rows)}"
+        names = {sequence.adapter_name for sequence in self.scheduler.waiting if sequence.adapter_name is not None}
+        unknown = [name for name in names if name not in self.adapters.registry]
+        assert not unknown, f"rows wait for adapters that nobody knows: {unknown}"
 
     def _update(self, sequence: Sequence, token: int, *, is_broken: bool) -> None:
         if is_broken:

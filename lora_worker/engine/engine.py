@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any, Self
 
 from lora_worker.adapters.reference import check_name
+from lora_worker.adapters.report import adapter_status, pool_info
 from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
 from lora_worker.engine.building import build
 from lora_worker.engine.requests import RequestReader, ResponseWriter, RowOptions
@@ -129,7 +130,7 @@ class Engine:
         def finished(end: Finished) -> None:
             done(lambda: self._respond(end))
 
-        options = RowOptions(identity, finished, priority, time_limit_seconds, may_start, on_started)
+        options = RowOptions(identity, finished, priority, time_limit_seconds, may_start, on_started, time.monotonic())
         try:
             self._tokenizing.submit(self._read, body, options, done)
         except RuntimeError:  # the executor has been shut down
@@ -222,7 +223,7 @@ class Engine:
 
     def list_lora_adapters(self) -> dict[str, Any]:
         """Per adapter: source, digest, rank, bytes, pinned, and where its weights are on this worker."""
-        return self._thread.call(lambda: self._core.adapters.status(self.worker_name))
+        return self._thread.call(lambda: adapter_status(self._core.adapters, self.worker_name))
 
     def loaded_adapters(self) -> dict[str, str]:
         """`{name: path}` of the registered adapters."""
@@ -301,7 +302,7 @@ class Engine:
             "preemptions": scheduler.preemptions,
             "kv_tokens": scheduler.blocks.count * scheduler.blocks.block_size,
             "kv_tokens_free": scheduler.blocks.free_count * scheduler.blocks.block_size,
-            "pool": self._core.adapters.pool_info(self.settings.lora_eviction_policy),
+            "pool": pool_info(self._core.adapters, self.settings.lora_eviction_policy),
         }
 
 

@@ -24,6 +24,7 @@ class RowOptions(NamedTuple):
     time_limit_seconds: float | None = None
     may_start: Callable[[], bool] | None = None
     on_started: Callable[[], None] | None = None
+    arrived_at: float = 0.0
 
 
 class RequestReader:

@@ -65,6 +65,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     adapter: AdapterReference | None = None
     slot: int = BASE_SLOT
+    pages: tuple[int, ...] = ()
     arrival: int = field(init=False)
     arrived_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
