@@ -79,11 +79,14 @@ def measure(client: Client, requests: list[Request], baseline: float | None) -> 
     assert tokens == sum(request.tokens for request in requests)
     rate = tokens / seconds
     names = [request.adapter for request in requests]
+    lru, fifo, optimum = (cache_loads(names, policy) for policy in ("lru", "fifo", "optimum"))
     return Figures(
         rate,
         rate / (baseline or rate),
         1000 * (pool_of(client)["loads"] - before) / len(requests),
-        *(cache_loads(names, policy) for policy in ("lru", "fifo", "optimum")),
+        lru,
+        fifo,
+        optimum,
         max(answer["lora_worker"]["queued_seconds"] for answer in answers),
     )
 
