@@ -7,8 +7,8 @@ that wait for the same adapter. Every choice is made in this order:
    LOWEST_SHARE is the lowest's, so that it goes on.
 2. Age. A row that has waited longer than `max_wait_seconds` since its claim is overdue; of these the oldest goes first.
    If it lacks a slot, nobody else is given one before it, and residents are closed (none of their rows start any more)
-   until what drains makes room for it. Those are closed whose rows have the fewest tokens left to make. So a row of
-   the highest priority that waits gets its slot within `max_wait_seconds`, plus, where older ones are overdue as well,
+   until what drains makes room for it. Those are closed whose rows have the fewest tokens left to make, among those
+   for which no older row waits. So a row of the highest priority that waits gets its slot within `max_wait_seconds`, plus, where older ones are overdue as well,
    their turns, plus the steps that the rows of the closed adapters still may run: as many as their `max_tokens`.
    A row that a lower priority would pass for want of a slot is treated as overdue at once.
 3. Rows full. Residents with waiting rows are never evicted by choice, so a cycle of slots + 1 adapters costs one load a
@@ -221,6 +221,14 @@ class Admission:
     def _lacks_slot(self, name: str | None) -> bool:
         return name is not None and self._adapters.state(name) is AdapterState.CACHED
 
+    def _goes_before(self, name: str, other: str) -> bool:
+        """Whether a row waits for `name` that comes before all that wait for `other`."""
+        first, second = (
+            min((level.head(n).queue_order for level in self._waiting.levels if n in level.groups), default=None)
+            for n in (name, other)
+        )
+        return name == other or (first is not None and second is not None and first < second)
+
     def _close_for(self, name: str) -> None:
         """Close as many residents as have to drain until the adapter fits."""
         needed = self._adapters.pages(name)
@@ -231,8 +239,8 @@ class Admission:
                 left = row.max_tokens - row.output_count
                 ends[row.adapter.name] = max(ends.get(row.adapter.name, 0), left)
                 digests.setdefault(row.adapter.name, set()).add(row.adapter.digest)
-        open_names = [other for other in ends if other not in self.closed and other != name]
-        soonest = sorted(open_names, key=lambda other: ends[other])
+        may_close = [other for other in ends if other not in self.closed and not self._goes_before(other, name)]
+        soonest = sorted(may_close, key=lambda other: ends[other])
         while self._adapters.room(wanted_may_go=True, drained=_joined(digests, self.closed)) < needed and soonest:
             self.closed.add(soonest.pop(0))
 

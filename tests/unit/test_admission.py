@@ -141,6 +141,18 @@ def test_of_several_overdue_the_oldest_gets_the_slot() -> None:
     assert slots.loaded == ["a", "b", "c", "d"]
 
 
+def test_an_adapter_for_which_an_older_row_waits_is_not_closed() -> None:
+    slots = Slots(1)
+    scheduler = make_scheduler(slots, running=1)
+    add(scheduler, "a1", tokens=3)
+    step(scheduler, slots)
+    add(scheduler, "a2", "b1", "a3", tokens=1)
+    age(scheduler, "a2", "b1", "a3")
+    while scheduler.waiting or scheduler.running:
+        step(scheduler, slots)
+    assert slots.loaded == ["a", "b", "a"], "once for a1 and a2, and again for a3"
+
+
 def test_nobody_else_is_given_a_slot_before_a_wide_adapter_that_is_overdue() -> None:
     """Pages that drain one by one are kept for it."""
     slots = Slots(4)
