@@ -7,10 +7,10 @@ that wait for the same adapter. Every choice is made in this order:
    LOWEST_SHARE is the lowest's, so that it goes on.
 2. Age. A row that has waited longer than `max_wait_seconds` since its claim is overdue; of these the oldest goes first.
    If it lacks a slot, nobody else is given one before it, and residents are closed (none of their rows start any more)
-   until what drains makes room for it. Those are closed whose rows have the fewest tokens left to make, among those
-   for which no older row waits. So a row of the highest priority that waits gets its slot within `max_wait_seconds`, plus, where older ones are overdue as well,
-   their turns, plus the steps that the rows of the closed adapters still may run: as many as their `max_tokens`.
-   A row that a lower priority would pass for want of a slot is treated as overdue at once.
+   until what drains makes room for it: those whose rows have the fewest tokens left to make, among those for which no
+   older row waits. So a row of the highest priority that waits gets its slot within `max_wait_seconds`, plus, where
+   older ones are overdue as well, their turns, plus the steps that the rows of the closed adapters still may run: as
+   many as their `max_tokens`. A row that a lower priority would pass for want of a slot is treated as overdue at once.
 3. Rows full. Residents with waiting rows are never evicted by choice, so a cycle of slots + 1 adapters costs one load a
    turn of the queue and not one a request. Who gets a free slot depends on what is scarce. With many requests an
    adapter, rows are: the adapter of the oldest request gets the slot, and waits stay even. With few (fewer than
