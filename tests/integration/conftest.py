@@ -99,8 +99,8 @@ def paths(tiny_adapters: Callable[[str], dict[str, Path]]) -> dict[str, Path]:
 def make_engine(tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
-    def make(**settings: Any) -> Engine:
-        engine = Engine(Settings(model=tiny_model("llama"), dtype="float64", device="cpu", **settings))
+    def make(*, device: str = "cpu", **settings: Any) -> Engine:
+        engine = Engine(Settings(model=tiny_model("llama"), dtype="float64", device=device, **settings))
         made.append(engine)
         return engine
 

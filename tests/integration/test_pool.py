@@ -182,6 +182,19 @@ def test_one_slot_serves_an_adapter_and_the_base_in_one_batch_and_the_base_takes
     assert len(pool["slots"]) == 1
 
 
+@pytest.mark.gpu
+def test_adapters_copied_beside_the_steps_of_a_card_are_whole_when_their_rows_start(
+    make_engine: Callable[..., Engine], paths: dict[str, Path], tiny_model: Callable[[str], Path]
+) -> None:
+    oracle = Oracle(tiny_model("llama"), paths, torch.float64)
+    entries = [f"{name}={path}" for name, path in paths.items()]
+    engine = make_engine(device="cuda", lora_paths=entries, max_loras_per_batch=2, max_wait_seconds=0.01)
+    rows = [(name, Row(engine, prompt=[i, 3], model=name, max_tokens=20)) for i in range(10) for name in (None, *paths)]
+    for i, (name, row) in enumerate(rows):
+        assert row.tokens() == expected(oracle, name, [i // (1 + len(paths)), 3], 20)
+    assert engine.info()["pool"]["evictions"]
+
+
 def test_slots_and_one_adapter_in_a_cycle_cost_one_load_an_adapter(
     make_engine: Callable[..., Engine], paths: dict[str, Path]
 ) -> None:
