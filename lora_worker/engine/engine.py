@@ -18,7 +18,8 @@ from typing import Any, Self
 from lora_worker.adapters.reference import check_name
 from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
 from lora_worker.engine.building import build
-from lora_worker.engine.requests import RequestReader, ResponseWriter, RowOptions
+from lora_worker.engine.requests import RequestOptions, RequestReader
+from lora_worker.engine.responses import ResponseWriter
 from lora_worker.engine.sequence import Finished
 from lora_worker.engine.thread import EngineThread, Inbox
 from lora_worker.errors import (
@@ -59,6 +60,7 @@ class Engine:
             built.loaded.tokenizer,
             base_name=settings.base_name,
             vocabulary=built.loaded.model.config.get_text_config().vocab_size,
+            eos_ids=built.loaded.eos_ids,
             max_model_len=built.max_model_len,
             check_adapter=self._core.adapters.registry.get,
         )
@@ -122,14 +124,15 @@ class Engine:
         """Run one request; returns its id at once and calls `done` once, on a thread of the engine, when it has ended.
 
         `done` must not block and must not call the outcome, which decodes; another thread does. `may_start` is asked on
-        the engine's thread when the row is about to start; the time limit counts from then. Lower priorities go first.
+        the engine's thread when the first row of the request is about to start; the time limit counts from then, for
+        all of them. Lower priorities go first.
         """
         identity = request_id or uuid.uuid4().hex
 
-        def finished(end: Finished) -> None:
-            done(lambda: self._respond(end))
+        def finished(ends: list[Finished]) -> None:
+            done(lambda: self._respond(ends))
 
-        options = RowOptions(identity, finished, priority, time_limit_seconds, may_start, on_started)
+        options = RequestOptions(identity, finished, priority, time_limit_seconds, may_start, on_started)
         try:
             self._tokenizing.submit(self._read, body, options, done)
         except RuntimeError:  # the executor has been shut down
@@ -137,7 +140,7 @@ class Engine:
         return identity
 
     def cancel(self, request_id: str) -> None:
-        """Take a row out wherever it is; its outcome raises RequestWithdrawnError. Nothing happens if it has ended."""
+        """Take a request out wherever it is; its outcome raises RequestWithdrawnError. Nothing happens if it has ended."""
         # By way of the tokenizer, so that a row that is just being read is found.
         try:
             self._tokenizing.submit(self._thread.post, lambda: self._core.cancel(request_id))
@@ -268,7 +271,7 @@ class Engine:
                 raise
             logger.error("The adapter %r of lora_paths is left out: %s", entry.lora_name, error)
 
-    def _read(self, body: Mapping[str, Any], options: RowOptions, done: Callable[[Outcome], None]) -> None:
+    def _read(self, body: Mapping[str, Any], options: RequestOptions, done: Callable[[Outcome], None]) -> None:
         try:
             sequence = self._reader.read(body, options)
         except LoraWorkerError as error:
@@ -279,13 +282,14 @@ class Engine:
         else:
             self._thread.post(lambda: self._core.add(sequence))
 
-    def _respond(self, end: Finished) -> dict[str, Any]:
-        if end.error is not None:
-            raise end.error
+    def _respond(self, ends: list[Finished]) -> dict[str, Any]:
+        for end in ends:
+            if end.error is not None:
+                raise end.error
         try:
-            return self._writer.write(end)
+            return self._writer.write(ends)
         except Exception as error:
-            logger.exception("The answer of %s could not be written.", end.sequence.request_id)
+            logger.exception("The answer of %s could not be written.", ends[0].sequence.request_id)
             raise GenerationError(f"the answer could not be written: {type(error).__name__}") from error
 
     def _make_info(self) -> dict[str, Any]:
