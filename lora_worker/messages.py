@@ -22,6 +22,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
+# They are gone through at every step, beside which everybody's rows wait.
+MAX_TOKEN_IDS = 1024
 
 # What a field must be, where no value is repeated: it is the user's text, which must not end in logs and result
 # stores, or it is too long to help.
@@ -29,14 +31,16 @@ _EXPECTED = {
     "prompt": "a string or a list of token ids, each an integer of at least 0; one prompt a request",
     "messages": "a non-empty list of objects with a role and, as content, a string or a list of text parts",
     "stop": "a string or a list of strings",
-    "stop_token_ids": "a list of token ids, each an integer of at least 0",
-    "logit_bias": "an object from token ids to numbers from -100 to 100",
+    "stop_token_ids": f"a list of at most {MAX_TOKEN_IDS} token ids, each an integer of at least 0",
+    "logit_bias": f"an object from at most {MAX_TOKEN_IDS} token ids to numbers from -100 to 100",
     "logprobs": f"an integer from 0 to {MAX_LOGPROBS} with a prompt, and true or false in a chat",
     "tools": "a non-empty list of objects with type 'function' and a function with a name, not strict",
     "tool_choice": "'auto' or 'none', since nothing can make the model call a function",
 }
 
 TokenId = Annotated[StrictInt, Field(ge=0)]
+BiasedId = Annotated[int, Field(ge=0)]  # JSON has it as a string
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
@@ -97,12 +101,12 @@ class GenerateRequest(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] = []
     ignore_eos: bool = False
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MAX_TOKEN_IDS)] = {}
     logprobs: StrictBool | Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(min_length=1)] | None = None

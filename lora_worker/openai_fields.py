@@ -25,12 +25,12 @@ SERVED = {
     "min_p": "of vLLM and SGLang: tokens at least so likely, relative to the most likely one",
     "seed": "the same seed draws the same tokens, alone and beside any other requests",
     "stop": "up to 16 strings; the text ends before the first that comes",
-    "stop_token_ids": "of vLLM and SGLang: tokens that end a choice; the text is without the one that did",
+    "stop_token_ids": "of vLLM and SGLang: up to 1024 tokens that end a choice; the text is without the one that did",
     "ignore_eos": "of vLLM and SGLang: the end-of-sequence token ends nothing",
     "presence_penalty": "-2 to 2, by OpenAI's formula over the tokens generated so far",
     "frequency_penalty": "-2 to 2, by OpenAI's formula over the tokens generated so far",
     "repetition_penalty": "of vLLM and SGLang, as in transformers: over the tokens of prompt and answer",
-    "logit_bias": "from token ids (strings or integers) to -100 to 100, added to the logits",
+    "logit_bias": "from up to 1024 token ids (strings or integers) to -100 to 100, added to the logits",
     "logprobs": "with a prompt the number of alternatives, 0 to 20; in a chat true or false",
     "top_logprobs": "a chat's number of alternatives, 0 to 20; needs `logprobs`",
     "tools": "functions, filled into the model's chat template, which must use them; what the model answers is text, "
@@ -64,11 +64,15 @@ REFUSED = {
     "functions": Refusal("OpenAI replaced it; use tools"),
     "modalities": Refusal("answers are text; leave it out", (["text"],)),
     "moderation": Refusal("nothing is moderated here; check texts before and after"),
-    "parallel_tool_calls": Refusal("nothing bounds the calls a model writes; ask for one call in the messages", (True,)),
+    "parallel_tool_calls": Refusal(
+        "nothing bounds the calls a model writes; ask for one call in the messages", (True,)
+    ),
     "prediction": Refusal("a predicted answer speeds nothing up here; leave it out"),
     "reasoning_effort": Refusal("models have no switch for it in common; ask for it in the messages"),
     "response_format": Refusal("no grammar guides an answer; ask for the format in the prompt", ({"type": "text"},)),
-    "service_tier": Refusal("there are no tiers; give the task a priority, of which 0 is the highest", ("auto", "default")),
+    "service_tier": Refusal(
+        "there are no tiers; give the task a priority, of which 0 is the highest", ("auto", "default")
+    ),
     "store": Refusal("an answer is kept as the task's result and nowhere else; leave it out", (False,)),
     "stream": Refusal("a task's result comes whole; leave it out", (False,)),
     "stream_options": Refusal("a task's result comes whole; leave it out"),

@@ -13,7 +13,7 @@ from lora_worker.errors import InvalidRequestError
 from lora_worker.messages import ChatMessage, GenerateRequest
 
 Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]] | None
+Tools = list[Any] | None
 
 
 class ChatTemplate:

@@ -176,9 +176,7 @@ class EngineCore:
         known = {(s.request_id, s.index) for s in self.rows}
         assert scheduled == known, f"rows lost: {scheduled ^ known}"
 
-    def _update(
-        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, *, is_broken: bool
-    ) -> None:
+    def _update(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, *, is_broken: bool) -> None:
         if is_broken:
             name = sequence.adapter_name or "the base model"
             self.fail(sequence, GenerationError(f"{name} gave logits that are not finite after the prompt's tokens"))

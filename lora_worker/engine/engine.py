@@ -140,7 +140,7 @@ class Engine:
         return identity
 
     def cancel(self, request_id: str) -> None:
-        """Take a request out wherever it is; its outcome raises RequestWithdrawnError. Nothing happens if it has ended."""
+        """Take a request out wherever it is; its outcome raises RequestWithdrawnError. Nothing happens if it ended."""
         # By way of the tokenizer, so that a row that is just being read is found.
         try:
             self._tokenizing.submit(self._thread.post, lambda: self._core.cancel(request_id))

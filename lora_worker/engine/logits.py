@@ -4,7 +4,7 @@ The order is transformers': logit_bias, repetition_penalty, then presence_penalt
 transformers doesn't have, and last the tokens that min_tokens holds back. Each touches a few tokens of a row, so the
 tokens of all rows are changed together, and rows without such fields cost nothing.
 
-Sources: `transformers.generation.logits_process` for the first, second and last; for the two penalties OpenAI's formula,
+Sources: `transformers.generation.logits_process` for the first, second and last; for the other two OpenAI's formula,
 logit - count * frequency_penalty - (count > 0) * presence_penalty, with counts over the generated tokens.
 """
 

@@ -74,7 +74,7 @@ class ResponseWriter:
         assert self._texts is not None
         offsets = self._texts.offsets(sequence.prompt[-PREFIX_TOKENS:], sequence.output)
         return {
-            "tokens": [self._texts.text(token) for token in sequence.output],
+            "tokens": [self._texts.text_of(token) for token in sequence.output],
             "token_logprobs": [entry.logprob for entry in sequence.logprobs],
             "top_logprobs": [
                 self._alternatives(token, entry)
@@ -88,7 +88,7 @@ class ResponseWriter:
         assert self._texts is not None
         found: dict[str, float] = {}
         for alternative, logprob in [*entry.top, (token, entry.logprob)]:
-            found.setdefault(self._texts.text(alternative), logprob)
+            found.setdefault(self._texts.text_of(alternative), logprob)
         return found
 
     def _chat_logprobs(self, sequence: Sequence) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class ResponseWriter:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         assert self._texts is not None
-        return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes(token))}
+        return {"token": self._texts.text_of(token), "logprob": logprob, "bytes": list(self._texts.bytes_of(token))}
 
     def _text(self, end: Finished) -> str:
         if end.stopped_text is not None:

@@ -111,5 +111,8 @@ def _pick(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     cumulative = weights.cumsum(dim=-1)
     targets = places[:, None] * cumulative[:, -1:]
     picked = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    last = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)
-    return torch.minimum(picked, last)
+    beyond = picked == weights.shape[1]
+    if beyond.any():  # a place so close to 1 that its target was rounded to the whole
+        last = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)
+        picked = torch.where(beyond, last, picked)
+    return picked

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from support.worker_process import wait_for
@@ -106,7 +107,7 @@ def test_cancel_ends_all_choices_and_no_other_request(make_engine: Callable[...,
 
 
 def test_cancel_ends_choices_of_which_some_have_ended(make_engine: Callable[..., Engine]) -> None:
-    """Rows start two at a time, so when the fourth place is taken the first rows are gone."""
+    """Rows run two at a time, so by then at least one has made all its tokens."""
     engine = make_engine(max_running_requests=2)
     request = Request(engine, n=7)
     wait_for(lambda: engine.info()["generated_tokens"] > 3 * TOKENS, "the first choices have ended")
@@ -188,6 +189,30 @@ def test_a_failed_step_fails_the_requests_that_ran_and_the_engine_goes_on(
         with pytest.raises(errors.GenerationError, match="ZeroDivisionError"):
             request.answer()
     assert request.ended == 1
+    assert Request(engine, n=2).answer()
+    expect_idle(engine)
+
+
+def test_a_broken_row_fails_its_request_once_and_no_other(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other choices are in the same step, behind the row that breaks the request."""
+    engine = make_engine()
+    other = Request(engine, model=None, temperature=0)
+    runner = engine._core._runner
+    run = runner.run
+
+    def broken_run(chunks: Any, **more: Any) -> torch.Tensor:
+        logits = run(chunks, **more)
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        is_first_choice = [row.adapter is not None and row.index == 0 for row in sampling]
+        return logits.masked_fill(torch.tensor(is_first_choice)[:, None], torch.nan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run", broken_run)
+        with pytest.raises(errors.GenerationError, match="not finite"):
+            Request(engine, n=4).answer()
+    assert other.answer()["usage"]["completion_tokens"] == TOKENS
     assert Request(engine, n=2).answer()
     expect_idle(engine)
 

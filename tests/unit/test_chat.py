@@ -14,7 +14,7 @@ from lora_worker.messages import parse_generate
 
 TOOLS = [{"type": "function", "function": {"name": "w9", "parameters": {"type": "object"}}}]
 CALL = {"id": "7", "type": "function", "function": {"name": "w9", "arguments": '{"w5": "w6"}'}}
-CALLED = [
+CALLED: list[dict[str, Any]] = [
     {"role": "w1", "content": "w2"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "7", "content": "w8"},

@@ -62,7 +62,8 @@ def oracle(logits: torch.Tensor, row: Sequence) -> torch.Tensor:
     if row.stop_token_ids:
         held_back = MinNewTokensLengthLogitsProcessor(len(row.prompt), row.min_tokens, list(row.stop_token_ids))
         scores = held_back(ids, scores)
-    return scores[0]
+    found: torch.Tensor = scores[0]
+    return found
 
 
 @settings(max_examples=200, deadline=None)

@@ -55,7 +55,9 @@ def test_defaults_are_openais() -> None:
         ({"prompt": "a", "repetition_penalty": 0}, ["repetition_penalty", "0"]),
         ({"prompt": "a", "logit_bias": {"x": 1}}, ["logit_bias", "token ids"]),
         ({"prompt": "a", "logit_bias": {"1": 101}}, ["logit_bias", "100"]),
+        ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, ["logit_bias", "1024"]),
         ({"prompt": "a", "stop_token_ids": ["x"]}, ["stop_token_ids", "token ids"]),
+        ({"prompt": "a", "stop_token_ids": list(range(1025))}, ["stop_token_ids", "1024"]),
         ({"prompt": "a", "logprobs": True}, ["logprobs", "integer", "0 to 20"]),
         ({"prompt": "a", "logprobs": 21}, ["logprobs", "0 to 20"]),
         ({"prompt": "a", "top_logprobs": 2}, ["top_logprobs belongs to a chat"]),
@@ -67,7 +69,10 @@ def test_defaults_are_openais() -> None:
         ({**CHAT, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, ["not strict"]),
         ({**CHAT, "tools": TOOLS, "tool_choice": "required"}, ["tool_choice", "'auto' or 'none'"]),
         ({"messages": [{"role": "user"}]}, ["message 0", "no content"]),
-        ({"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "image_url"}]}]}, ["message 1", "text"]),
+        (
+            {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "image_url"}]}]},
+            ["message 1", "text"],
+        ),
     ],
 )
 def test_a_wrong_body_is_one_sentence(body: dict[str, Any], words: list[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -30,13 +32,14 @@ def row(params: SamplingParams) -> Sequence:
 
 def oracle(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """transformers' probabilities [V], by its own processors in its own order."""
-    scores = TemperatureLogitsWarper(params.temperature)(None, logits[None])
+    none: Any = None  # these processors do not look at the tokens so far
+    scores = TemperatureLogitsWarper(params.temperature)(none, logits[None])
     if params.top_k:
-        scores = TopKLogitsWarper(params.top_k)(None, scores)
+        scores = TopKLogitsWarper(params.top_k)(none, scores)
     if params.top_p < 1:
-        scores = TopPLogitsWarper(params.top_p)(None, scores)
+        scores = TopPLogitsWarper(params.top_p)(none, scores)
     if params.min_p:
-        scores = MinPLogitsWarper(params.min_p)(None, scores)
+        scores = MinPLogitsWarper(params.min_p)(none, scores)
     return torch.softmax(scores[0], dim=-1)
 
 

@@ -39,7 +39,7 @@ TOKENIZERS = [byte_level(), byte_fallback()]
 def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
     texts = TokenTexts(tokenizer)
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    assert b"".join(texts.bytes(token) for token in ids).decode() == TEXT
+    assert b"".join(texts.bytes_of(token) for token in ids).decode() == TEXT
     assert len(ids) > len(TEXT)  # some characters are of several tokens
 
 
@@ -47,9 +47,9 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenizer: PreTrained
 def test_a_token_of_no_whole_character_shows_its_bytes(tokenizer: PreTrainedTokenizerFast) -> None:
     texts = TokenTexts(tokenizer)
     first = tokenizer.encode("語", add_special_tokens=False)[-3]
-    assert texts.text(first) == "bytes:\\xe8"
-    assert texts.text(tokenizer.encode("a a", add_special_tokens=False)[-1]).strip() == "a"
-    assert texts.text(tokenizer.convert_tokens_to_ids("<|end|>")) == "<|end|>"
+    assert texts.text_of(first) == "bytes:\\xe8"
+    assert texts.text_of(tokenizer.encode("a a", add_special_tokens=False)[-1]).strip() == "a"
+    assert texts.text_of(tokenizer.encode("<|end|>", add_special_tokens=False)[0]) == "<|end|>"
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
@@ -59,4 +59,4 @@ def test_every_token_begins_where_its_character_begins(tokenizer: PreTrainedToke
     seen = b""
     for token, offset in zip(ids, texts.offsets(context, ids), strict=True):
         assert offset == len(seen.decode(errors="ignore"))
-        seen += texts.bytes(token)
+        seen += texts.bytes_of(token)
