@@ -93,7 +93,7 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
         ModelRunner(loaded, lora_step),
         adapters,
         Sampler(),
-        StopWatch(loaded.tokenizer, loaded.eos_ids),
+        StopWatch(loaded.tokenizer),
     )
     return Built(core, loaded, max_model_len)
 

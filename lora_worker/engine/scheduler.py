@@ -1,8 +1,8 @@
 """Which tokens of the running rows make up a step, and what they hold.
 
 A step carries one token of every row that decodes, and fills up with chunks of prompts. Where the KV cache runs out,
-the row admitted last goes back to wait: it keeps its adapter and its tokens, is resumed before any other row starts,
-and computes its keys and values again. Who starts is admission's choice.
+the row admitted last is paused: it keeps its adapter and its tokens, goes on before any other row starts, and computes
+its keys and values again. Who starts is admission's choice.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Start = Callable[[Sequence, bool], bool]
 
 
 class Scheduler:
-    """Waiting, running and preempted rows, and the blocks they hold.
+    """Waiting, running and paused rows, and the blocks they hold.
 
     Args:
         start: see `Start`.
@@ -65,12 +65,12 @@ class Scheduler:
         self.blocks = blocks
         self.waiting = WaitingRows()
         self.running: list[Sequence] = []
-        self.preempted: list[Sequence] = []
+        self.paused: list[Sequence] = []
         self.preemptions = 0
         self.admission = Admission(
             self.waiting,
             adapters,
-            started=lambda: self.running + self.preempted,
+            started=lambda: self.running + self.paused,
             max_running=max_running,
             max_wait_seconds=max_wait_seconds,
         )
@@ -83,11 +83,15 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.add(sequence)
 
+    def add_started(self, sequence: Sequence) -> None:
+        """A row that holds its adapter already, and goes on when there is room."""
+        bisect.insort(self.paused, sequence, key=lambda row: row.queue_order)
+
     def admit(self) -> None:
         """Move rows from waiting to running as long as rows, blocks and slots allow."""
-        while self.preempted and self._has_row and self._has_blocks(self.preempted[0]):
-            self.running.append(self.preempted.pop(0))
-        if self.preempted or not self.waiting:
+        while self.paused and self._has_row and self._has_blocks(self.paused[0]):
+            self.running.append(self.paused.pop(0))
+        if self.paused or not self.waiting:
             return
         self.admission.begin(self._max_running - len(self.running))
         while self._has_row and (sequence := self.admission.choose()) is not None and self._has_blocks(sequence):
@@ -120,7 +124,7 @@ class Scheduler:
         """Take a row out, wherever it is, and free what it holds."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-        for rows in (self.running, self.preempted):
+        for rows in (self.running, self.paused):
             if sequence in rows:
                 rows.remove(sequence)
         self._free_blocks(sequence)
@@ -130,16 +134,16 @@ class Scheduler:
     def check_integrity(self) -> None:
         self.blocks.check_integrity([block for sequence in self.running for block in sequence.blocks])
         self.waiting.check_integrity()
-        assert all(not row.blocks for row in (*self.waiting, *self.preempted)), "a row that does not run holds blocks"
+        assert all(not row.blocks for row in (*self.waiting, *self.paused)), "a row that does not run holds blocks"
         assert all(row.started_at is None and row.adapter is None for row in self.waiting), "a waiting row has started"
         assert len(self.running) <= self._max_running, f"{len(self.running)} rows run"
 
     def rows(self) -> list[Sequence]:
-        return [*self.running, *self.preempted, *self.waiting]
+        return [*self.running, *self.paused, *self.waiting]
 
     def held(self) -> dict[str, int]:
-        """Rows that have started, by their adapter's digest; a preempted row goes on holding its adapter."""
-        rows = self.running + self.preempted
+        """Rows that have started, by their adapter's digest; a paused row goes on holding its adapter."""
+        rows = self.running + self.paused
         return dict(Counter(sequence.adapter.digest for sequence in rows if sequence.adapter is not None))
 
     @property
@@ -169,7 +173,7 @@ class Scheduler:
         self._free_blocks(sequence)
         sequence.computed = 0
         self.preemptions += 1
-        bisect.insort(self.preempted, sequence, key=lambda row: row.queue_order)
+        self.add_started(sequence)
 
     def _free_blocks(self, sequence: Sequence) -> None:
         self.blocks.give_back(sequence.blocks)

@@ -77,7 +77,7 @@ class WaitingRows:
 
     def __contains__(self, sequence: Sequence) -> bool:
         level = self._levels.get(sequence.priority)
-        return level is not None and sequence.request_id in level.rows
+        return level is not None and level.rows.get(sequence.request_id) is sequence
 
     def check_integrity(self) -> None:
         grouped = dict.fromkeys(self._counts, 0)

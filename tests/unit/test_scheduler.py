@@ -51,8 +51,8 @@ def test_the_row_admitted_last_makes_room_and_comes_back() -> None:
         if scheduler.preemptions:
             break
     assert names(scheduler.running) == ["first"]
-    assert names(scheduler.preempted) == ["last"]
-    assert scheduler.preempted[0].computed == 0
+    assert names(scheduler.paused) == ["last"]
+    assert scheduler.paused[0].computed == 0
     scheduler.add(make_row("later", prompt=1))
     scheduler.admit()
     assert names(scheduler.running) == ["first"]
