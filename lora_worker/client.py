@@ -6,10 +6,14 @@ from typing import Any
 
 from celery import Celery
 from celery.result import AsyncResult
+from kombu.entity import Exchange, Queue
 
 # Celery raises a task's error as its own class where the module of the class has been imported.
 import lora_worker.errors as _errors  # noqa: F401
 from lora_worker.fleet.configuration import common_configuration
+from lora_worker.fleet.keys import Keys
+from lora_worker.fleet.revoked import write_revoked
+from lora_worker.fleet.routing import queue_for
 from lora_worker.messages import (
     GENERATE,
     LIST_LORA_ADAPTERS,
@@ -29,14 +33,18 @@ class Client:
 
     Args:
         redis_url: the workers' Redis; `redis_url` of the settings where it is left out.
-        queue_prefix: the workers' setting of that name.
+        queue_prefix, partitions: the workers' settings of these names.
     """
 
-    def __init__(self, redis_url: str | None = None, *, queue_prefix: str | None = None) -> None:
-        given = {"redis_url": redis_url, "queue_prefix": queue_prefix}
+    def __init__(
+        self, redis_url: str | None = None, *, queue_prefix: str | None = None, partitions: int | None = None
+    ) -> None:
+        given = {"redis_url": redis_url, "queue_prefix": queue_prefix, "partitions": partitions}
         settings = Settings(**{name: value for name, value in given.items() if value is not None})
         self.app = Celery("lora_worker.client", set_as_current=False)
         self.app.conf.update(common_configuration(settings))
+        self._keys = Keys(settings.queue_prefix, settings.partitions)
+        self._base_name = settings.base_name if settings.model or settings.served_model_name else None
 
     def generate(self, **body: Any) -> AsyncResult:
         """Generate text: an OpenAI completions or chat body, `model` an adapter's name.
@@ -76,10 +84,24 @@ class Client:
         """Every loaded adapter, and where its weights are."""
         return self._send(LIST_LORA_ADAPTERS, {})
 
+    def cancel(self, *task_ids: str) -> None:
+        """Revoke tasks, queued or running: also those that only a worker which starts later will see."""
+        remember = self.app.conf.result_expires
+        write_revoked(self.app.backend.client, self._keys, task_ids, remember_seconds=remember)
+        self.app.control.revoke(list(task_ids), terminate=True)
+
     def close(self) -> None:
         """Give the connections back."""
         self.app.close()
 
     def _send(self, name: str, kwargs: dict[str, Any], **options: Any) -> AsyncResult:
         # Celery would put the arguments into the message a second time, in clear, for logs and events to show.
-        return self.app.send_task(name, kwargs=kwargs, argsrepr="", kwargsrepr="", **options)
+        queue = queue_for(name, kwargs.get("model"), self._keys, base_name=self._base_name)
+        return self.app.send_task(
+            name,
+            kwargs=kwargs,
+            queue=Queue(queue, exchange=Exchange(""), routing_key=queue),
+            argsrepr="",
+            kwargsrepr="",
+            **options,
+        )

@@ -172,7 +172,8 @@ class GenerateRequest(BaseModel):
 class AdapterOnWorker(BaseModel):
     """What one worker does with one adapter; `held` counts the running rows, `last_used` is Unix time.
 
-    `used_bytes` are its weights in the pool, `wasted_bytes` what its pages hold besides.
+    `used_bytes` are its weights in the pool, `wasted_bytes` what its pages hold besides. `error` says why this worker
+    refuses the adapter, where it does.
     """
 
     cached: bool
@@ -180,8 +181,9 @@ class AdapterOnWorker(BaseModel):
     slot: int | None
     held: int
     last_used: float | None
-    used_bytes: int
-    wasted_bytes: int
+    used_bytes: int = 0
+    wasted_bytes: int = 0
+    error: str | None = None
 
 
 class AdapterStatus(BaseModel):

@@ -13,13 +13,8 @@ from lora_worker.adapters.eviction import EvictionPolicy
 from lora_worker.adapters.pages import PageAllocator
 from lora_worker.adapters.plan import HostAdapter
 from lora_worker.adapters.statistics import PoolCounters
-from lora_worker.kernels.torch_lora import PAGE_RANKS
+from lora_worker.kernels.pages import pages_for
 from lora_worker.lora.layer import LoraLayer, Place
-
-
-def pages_for(rank: int) -> int:
-    """The pages that an adapter takes whose greatest rank is this."""
-    return -(-rank // PAGE_RANKS)
 
 
 @dataclass

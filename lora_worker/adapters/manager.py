@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
-from lora_worker.adapters.device_pool import DevicePool, pages_for
+from lora_worker.adapters.device_pool import DevicePool
 from lora_worker.adapters.host_cache import HostCache
 from lora_worker.adapters.plan import AdapterPlanner, HostAdapter, LoadedAdapter
 from lora_worker.adapters.readers import AdapterReaders
@@ -13,6 +14,7 @@ from lora_worker.adapters.reference import AdapterReference, AdapterState
 from lora_worker.adapters.registry import AdapterRegistry
 from lora_worker.adapters.statistics import AdapterWaits, PoolCounters
 from lora_worker.errors import AdapterConflictError, AdapterError
+from lora_worker.kernels.pages import pages_for
 from lora_worker.lora.layer import Place
 
 
@@ -33,6 +35,7 @@ class AdapterManager:
         post: runs a function on the engine thread.
         is_wanted: whether rows wait for the adapter of that name.
         on_read_failed: told, on the engine thread, which names can't be served because their files can't be read.
+        locate: the folder of a registered adapter; any thread but the engine's calls it.
     """
 
     def __init__(
@@ -44,15 +47,17 @@ class AdapterManager:
         post: Callable[[Callable[[], None]], None],
         is_wanted: Callable[[str], bool],
         on_read_failed: Callable[[set[str], AdapterError], None],
+        locate: Callable[[AdapterReference], Path],
     ) -> None:
         self.registry, self.cache, self.pool, self.counters = tiers
         self.planner = planner
         self.waits = AdapterWaits()
         self._max_rank = max_rank
         self._is_wanted = is_wanted
-        self._readers = AdapterReaders(
+        self.readers = AdapterReaders(
             planner,
             self.counters.reads,
+            locate=locate,
             post=post,
             on_read=self._on_read,
             on_failed=lambda digest, error: on_read_failed(set(self.registry.names_of(digest)), error),
@@ -81,9 +86,16 @@ class AdapterManager:
         before = self.registry.register(reference, replace_content=replace)
         self._update_pins()
         self.cache.put(adapter, self._spares_wanted)
-        if before is not None and before.digest != adapter.digest:
+        if before is not None:
             self._forget_if_unused(before.digest)
         return reference
+
+    def register_reference(self, reference: AdapterReference) -> None:
+        """Make an adapter known that another worker has checked; its files are read when it is first needed."""
+        before = self.registry.register(reference, replace_content=True)
+        self._update_pins()
+        if before is not None:
+            self._forget_if_unused(before.digest)
 
     def unregister(self, name: str, *, force: bool) -> AdapterReference | None:
         """Hide the name at once; its memory comes back when the last row that holds it has ended."""
@@ -99,7 +111,7 @@ class AdapterManager:
 
     def read_again(self, reference: AdapterReference) -> HostAdapter:
         """The weights of a registered adapter from its folder; any thread but the engine's may call it."""
-        return self._readers.read(reference)
+        return self.readers.read(reference)
 
     def pin(self, name: str, adapter: HostAdapter | None) -> None:
         """Keep the adapter resident from now on; refused where no slot would stay unpinned.
@@ -151,9 +163,9 @@ class AdapterManager:
         reference = self.registry.find(name)
         if reference is None or reference.digest in self.cache or reference.digest in self.pool:
             return
-        has_room = self.cache.has_room(reference.nbytes, self._spares_wanted) or not self._readers.reading
-        if has_room and self._readers.can_start(reference.digest):
-            self._readers.start(reference)
+        has_room = self.cache.has_room(reference.nbytes, self._spares_wanted) or not self.readers.reading
+        if has_room and self.readers.can_start(reference.digest):
+            self.readers.start(reference)
 
     def prepare(self, reference: AdapterReference, *, wanted_may_go: bool = False) -> bool:
         """Bring the adapter into a slot, if it is in host memory and there is room; returns whether rows can use it."""
@@ -201,7 +213,7 @@ class AdapterManager:
         assert set(self.pool.residents().values()) <= known, "a slot is taken by an adapter that nobody knows"
 
     def close(self) -> None:
-        self._readers.close()
+        self.readers.close()
 
     def _check_pin(self, name: str, rank: int, digest: str) -> None:
         # What the name stands for now leaves with its replacement.
@@ -227,6 +239,7 @@ class AdapterManager:
     def _forget_if_unused(self, digest: str) -> None:
         if self.registry.names_of(digest):
             return
+        self.readers.errors.pop(digest, None)
         self.cache.drop(digest)
         if digest in self.pool and not self.pool.held(digest):
             self.pool.remove(digest)

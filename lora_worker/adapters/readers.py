@@ -23,6 +23,7 @@ class AdapterReaders:
     """Threads that read. Used by the engine thread, but for `read`, which any thread may call.
 
     Args:
+        locate: the folder of a registered adapter.
         post: runs a function on the engine thread.
         on_read, on_failed: told there how a read ended; a digest that failed is not read again for a moment.
     """
@@ -32,17 +33,20 @@ class AdapterReaders:
         planner: AdapterPlanner,
         durations: Durations,
         *,
+        locate: Callable[[AdapterReference], Path],
         post: Callable[[Callable[[], None]], None],
         on_read: Callable[[HostAdapter], None],
         on_failed: Callable[[str, AdapterError], None],
     ) -> None:
         self._planner = planner
         self._durations = durations
+        self._locate = locate
         self._post = post
         self._on_read = on_read
         self._on_failed = on_failed
         self._reading: set[str] = set()
         self._read_after: dict[str, float] = {}
+        self.errors: dict[str, str] = {}  # by digest, why it could not be read, until it can
         self._threads = ThreadPoolExecutor(READER_THREADS, "adapter-reader")
 
     @property
@@ -52,7 +56,7 @@ class AdapterReaders:
 
     def read(self, reference: AdapterReference) -> HostAdapter:
         """The weights of a registered adapter; InvalidAdapterError where its files have changed."""
-        adapter = self._planner.load(reference.name, Path(reference.source)).adapter
+        adapter = self._planner.load(reference.name, self._locate(reference)).adapter
         if adapter.digest != reference.digest:
             raise InvalidAdapterError(
                 f"the files of the adapter {reference.name!r} in {reference.source} have changed since it was loaded "
@@ -89,11 +93,13 @@ class AdapterReaders:
     def _done(self, adapter: HostAdapter, seconds: float) -> None:
         self._reading.discard(adapter.digest)
         self._read_after.pop(adapter.digest, None)
+        self.errors.pop(adapter.digest, None)
         self._durations.add(seconds)
         self._on_read(adapter)
 
     def _failed(self, digest: str, error: AdapterError) -> None:
         self._reading.discard(digest)
         self._read_after[digest] = time.monotonic() + READ_AGAIN_SECONDS
+        self.errors[digest] = str(error)
         logger.error("An adapter is not served: %s", error)
         self._on_failed(digest, error)

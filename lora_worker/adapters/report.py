@@ -19,7 +19,7 @@ def adapter_status(adapters: AdapterManager, worker_name: str) -> dict[str, dict
             bytes=reference.nbytes,
             pinned=reference.pinned,
             report=asdict(reference.report),
-            workers={worker_name: _here(adapters, reference.digest)},
+            workers={worker_name: adapter_here(adapters, reference.digest)},
         ).model_dump()
         for reference in adapters.registry
     }
@@ -50,7 +50,8 @@ def pool_info(adapters: AdapterManager, policy: str) -> dict[str, Any]:
     }
 
 
-def _here(adapters: AdapterManager, digest: str) -> AdapterOnWorker:
+def adapter_here(adapters: AdapterManager, digest: str) -> AdapterOnWorker:
+    """Where the weights of one content are on this worker."""
     pool = adapters.pool
     used, wasted = pool.bytes_of(digest)
     return AdapterOnWorker(
@@ -61,6 +62,7 @@ def _here(adapters: AdapterManager, digest: str) -> AdapterOnWorker:
         last_used=pool.last_used(digest),
         used_bytes=used,
         wasted_bytes=wasted,
+        error=adapters.readers.errors.get(digest),
     )
 
 

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from lora_worker.adapters.device_pool import DevicePool, pages_for
+from lora_worker.adapters.device_pool import DevicePool
 from lora_worker.adapters.eviction import LruPolicy, make_policy
 from lora_worker.adapters.host_cache import HostCache
 from lora_worker.adapters.manager import AdapterManager, Tiers
 from lora_worker.adapters.plan import AdapterPlanner
 from lora_worker.adapters.registry import AdapterRegistry
+from lora_worker.adapters.source import locate
 from lora_worker.adapters.statistics import PoolCounters
 from lora_worker.engine.blocks import BlockManager
 from lora_worker.engine.core import EngineCore
@@ -22,6 +23,7 @@ from lora_worker.engine.sampler import Sampler
 from lora_worker.engine.scheduler import Scheduler
 from lora_worker.engine.stopping import StopWatch
 from lora_worker.errors import SettingsError
+from lora_worker.kernels.pages import pages_for
 from lora_worker.lora.inject import inject_lora
 from lora_worker.models.loading import LoadedModel, load_model
 from lora_worker.settings import Settings
@@ -78,6 +80,7 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
         post=post,
         is_wanted=lambda name: scheduler.waiting.has(name),
         on_read_failed=lambda names, error: core.fail_waiting(names, error),
+        locate=lambda reference: locate(reference, settings.adapter_roots, allow_hub=settings.allow_hub),
     )
     scheduler = Scheduler(
         blocks,

@@ -19,6 +19,7 @@ from lora_worker.adapters.reference import check_name
 from lora_worker.adapters.report import adapter_status, pool_info
 from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
 from lora_worker.engine.building import build
+from lora_worker.engine.registered import RegisteredAdapters
 from lora_worker.engine.requests import RequestOptions, RequestReader
 from lora_worker.engine.responses import ResponseWriter
 from lora_worker.engine.sequence import Finished
@@ -73,6 +74,8 @@ class Engine:
         self._is_closing = False
         self._last_info: dict[str, Any] = {}
         self._thread = EngineThread(self._core, inbox, on_broken=on_broken)
+        # For a fleet, whose registry is in Redis; it goes past the registry that the methods here change.
+        self.registered = RegisteredAdapters(self._core, self._thread, settings)
         try:
             self._load_configured()
         except BaseException:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-# A pool's memory is handed out in pages of so many ranks.
-PAGE_RANKS = 8
+from lora_worker.kernels.pages import PAGE_RANKS
 
 # Padding every adapter's tokens to the longest may at most double the work; beyond that they are taken one by one.
 MAX_PADDING = 2

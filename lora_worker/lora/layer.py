@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
 from lora_worker.kernels.memory import zeros
-from lora_worker.kernels.torch_lora import PAGE_RANKS, LoraBatch, add_bias, add_lora, rows_of
+from lora_worker.kernels.pages import PAGE_RANKS
+from lora_worker.kernels.torch_lora import LoraBatch, add_bias, add_lora, rows_of
 
 
 class LoraPair(NamedTuple):

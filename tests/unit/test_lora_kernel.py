@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lora_worker.kernels.torch_lora import PAGE_RANKS, Segment, add_bias, add_lora, make_lora_batch
+from lora_worker.kernels.pages import PAGE_RANKS
+from lora_worker.kernels.torch_lora import Segment, add_bias, add_lora, make_lora_batch
 
 H, O, S, PAGES = 12, 20, 6, 16  # noqa: E741 - the shapes' own letters
 
