@@ -236,7 +236,7 @@ class EnginePool(BasePool):
     def forget(self, row: TaskRow) -> None:
         if self._rows.get(row.task_id) is row:
             del self._rows[row.task_id]
-            self.registry.reconciler.note_ended(row)
+            self.registry.reconciler.leaving.note_ended(row)
         self.fleet.ended(row)
 
 
