@@ -15,6 +15,9 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from lora_worker.fleet.generate_message import GenerateMessage
+from lora_worker.fleet.results import finished, result_of
+
 if TYPE_CHECKING:
     from lora_worker.engine import Engine
     from lora_worker.engine.engine import Outcome
@@ -65,6 +68,7 @@ class TaskRow:
     ) -> None:
         self.task_id: str = request.id
         self.message = message
+        self.adapter = message.adapter
         self.is_started = False
         self.begun_at: int | None = None
         self.arrived_at = time.monotonic()
@@ -81,11 +85,6 @@ class TaskRow:
     @property
     def time_limit_seconds(self) -> float | None:
         return min((limit for limit in (self.message.soft_limit, self.message.hard_limit) if limit), default=None)
-
-    @property
-    def adapter(self) -> str | None:
-        """What the message asks for, unchecked."""
-        return self.message.adapter
 
     @property
     def tags(self) -> list[str]:
