@@ -103,7 +103,7 @@ def check_adapter_command(path: str, *, model: str | None, as_json: bool) -> Non
 
 @cli.group()
 def adapters() -> None:
-    """Load, unload, pin, unpin or list adapters on the running worker."""
+    """Load, unload, pin, unpin or list the adapters of all workers."""
 
 
 @adapters.command()
@@ -112,7 +112,7 @@ def adapters() -> None:
 @click.option("--pinned", is_flag=True, help="Keep it in a slot from now on.")
 @click.option("--replace", is_flag=True, help="Replace an adapter of the same name.")
 def load(name: str, path: str, *, pinned: bool, replace: bool) -> None:
-    """Load the adapter in the folder PATH, under the worker's adapter_roots, as NAME."""
+    """Load the adapter in the folder PATH, under the workers' adapter_roots, as NAME."""
     _print_answer(Client().load_lora_adapter(name, path, pinned=pinned, replace=replace))
 
 
@@ -154,6 +154,10 @@ def list_adapters(*, as_json: bool) -> None:
             slot = "-" if here["slot"] is None else here["slot"]
             table.add_row(name, *(str(value) for value in (*row, slot, here["held"], adapter["source"])))
     Console().print(table)
+    for name, adapter in sorted(found.items()):
+        for worker, here in adapter["workers"].items():
+            if here["error"]:
+                Console().print(Text(f"{worker} refuses {name}: {here['error']}"))
 
 
 def main() -> None:

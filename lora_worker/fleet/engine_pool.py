@@ -133,17 +133,18 @@ class EnginePool(BasePool):
         return row
 
     def submit(self, row: TaskRow) -> None:
-        """Give a row to the engine."""
-        row.submit(
-            lambda: self.engine.submit(
-                row.message.body,
-                row.on_done,
-                request_id=row.task_id,
-                priority=row.message.priority,
-                time_limit_seconds=row.time_limit_seconds,
-                may_start=row.may_start,
-                on_started=row.on_started,
-            )
+        """Give a row to the engine, once that knows what the fleet's registry says of its adapter."""
+        self.registry.reconciler.admit(row.adapter, lambda: row.submit(lambda: self._submit(row)))
+
+    def _submit(self, row: TaskRow) -> None:
+        self.engine.submit(
+            row.message.body,
+            row.on_done,
+            request_id=row.task_id,
+            priority=row.message.priority,
+            time_limit_seconds=row.time_limit_seconds,
+            may_start=row.may_start,
+            on_started=row.on_started,
         )
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
@@ -230,7 +231,7 @@ class EnginePool(BasePool):
     def forget(self, row: TaskRow) -> None:
         if self._rows.get(row.task_id) is row:
             del self._rows[row.task_id]
-            self.registry.reconciler.note_ended(row)
+            self.registry.reconciler.leaving.note_ended(row)
         self.fleet.ended(row)
 
 

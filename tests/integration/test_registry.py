@@ -103,7 +103,7 @@ class Row:
     def _end(self, outcome: Callable[[], dict[str, Any]]) -> None:
         self._done.set_result(outcome)
         self._worker.rows.discard(self)
-        self._worker.registry.reconciler.note_ended(self)
+        self._worker.registry.reconciler.leaving.note_ended(self)
 
     @property
     def is_done(self) -> bool:
