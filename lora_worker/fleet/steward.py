@@ -120,7 +120,7 @@ class Steward:
             if count is not None:
                 seconds = time.monotonic() - started_at
                 logger.warning("%s is dead; restored %d messages in %.2f s.", worker_id, count, seconds)
-        # A full Redis refuses reports, and is looked after all the same.
+        # Restoring comes first, whatever becomes of the report.
         self._report()
         for function in self.on_round:
             function()
