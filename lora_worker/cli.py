@@ -18,6 +18,9 @@ from rich.text import Text
 
 from lora_worker.client import Client
 from lora_worker.errors import InvalidAdapterError, LoraWorkerError, SettingsError
+from lora_worker.fleet.backlog import Backlog, read_backlog
+from lora_worker.fleet.connection import connect
+from lora_worker.fleet.keys import Keys
 from lora_worker.settings import Settings, explain, mask_url
 
 # How long a command waits for a worker before it says that none answers.
@@ -50,7 +53,7 @@ def settings() -> None:
 
 @cli.command()
 def status() -> None:
-    """Show the workers that answer, their slots, and how long the queue is."""
+    """Show the workers that answer, their slots, and how much waits."""
     client = Client()
     stats = client.app.control.inspect(timeout=INSPECT_SECONDS).stats() or {}
     table = _table("worker", "model", "running", "waiting", "slots", "pinned", "hits", "loads", "evictions")
@@ -62,7 +65,12 @@ def status() -> None:
         counts = (", ".join(pool.get("pinned", [])), pool.get("hits"), pool.get("loads"), pool.get("evictions"))
         table.add_row(worker, *(str(value) for value in (*figures, slots, *counts)))
     Console().print(table if stats else "No worker answers.")
-    Console().print(f"{_queue_length(client)} messages wait in the queue {client.app.conf.task_default_queue!r}.")
+    backlog = _backlog()
+    Console().print(
+        f"{backlog.waiting} messages wait: {backlog.partitions} for adapters, {backlog.base} for the base, "
+        f"{backlog.manage} to manage adapters, {backlog.inbox} in the inbox, {backlog.handed_over} handed over; "
+        f"workers have {backlog.in_hand} in hand."
+    )
     if not stats:
         sys.exit(1)
 
@@ -180,9 +188,10 @@ def _print_answer(result: AsyncResult) -> None:
     click.echo(json.dumps(_answer(result), indent=2))
 
 
-def _queue_length(client: Client) -> int:
-    with client.app.connection_for_read() as connection:
-        return int(connection.default_channel.queue_declare(client.app.conf.task_default_queue).message_count)
+def _backlog() -> Backlog:
+    settings = Settings()
+    with connect(settings.redis_url, timeout_seconds=INSPECT_SECONDS) as redis:
+        return read_backlog(redis, Keys(settings.queue_prefix, settings.partitions))
 
 
 def _table(*columns: str) -> Table:
