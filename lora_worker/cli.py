@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lora_worker.cli_batch import batch
 from lora_worker.client import Client
 from lora_worker.errors import InvalidAdapterError, LoraWorkerError, SettingsError
 from lora_worker.settings import Settings, explain, mask_url
@@ -65,6 +66,9 @@ def status() -> None:
     Console().print(f"{_queue_length(client)} messages wait in the queue {client.app.conf.task_default_queue!r}.")
     if not stats:
         sys.exit(1)
+
+
+cli.add_command(batch)
 
 
 @cli.command(name="check-adapter")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from celery import Celery
@@ -9,6 +11,8 @@ from celery.result import AsyncResult
 
 # Celery raises a task's error as its own class where the module of the class has been imported.
 import lora_worker.errors as _errors  # noqa: F401
+from lora_worker.batch.flight import Flight
+from lora_worker.batch.stream import MAX_IN_FLIGHT, BatchResult, run_rows
 from lora_worker.fleet.configuration import common_configuration
 from lora_worker.messages import (
     GENERATE,
@@ -75,6 +79,20 @@ class Client:
     def list_lora_adapters(self) -> AsyncResult:
         """Every loaded adapter, and where its weights are."""
         return self._send(LIST_LORA_ADAPTERS, {})
+
+    def batch(self, rows: Iterable[Any], *, max_in_flight: int = MAX_IN_FLIGHT) -> Iterator[BatchResult]:
+        """Generate for any number of rows, and yield each row's result as it is ready.
+
+        A row is a request body, or an object in OpenAI's batch form. Rows are taken from the iterable as room comes
+        up, `max_in_flight` at a time, so a slow consumer holds up the producer and memory stays flat; among those,
+        rows of one adapter are sent together. A row that fails yields its error. Leaving the loop early revokes what
+        is in flight.
+        """
+        return run_rows(rows, Flight(self.app, str(uuid.uuid4()), self.queue_of), max_in_flight=max_in_flight)
+
+    def queue_of(self, model: str | None) -> str:  # noqa: ARG002 - one queue serves all models
+        """The queue of a model's requests; None is the bare base."""
+        return str(self.app.conf.task_default_queue)
 
     def close(self) -> None:
         """Give the connections back."""

@@ -1,0 +1,192 @@
+"""A batch file from its first look to its summary."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from celery import Celery
+from rich.console import Console
+
+from lora_worker.batch.flight import REDIS_ERRORS, Flight
+from lora_worker.batch.manifest import Manifest
+from lora_worker.batch.output import Output, OutputFile, read_rows
+from lora_worker.batch.progress import Progress
+from lora_worker.batch.roster import Roster, ask_workers
+from lora_worker.batch.runner import Runner
+from lora_worker.batch.scan import Scan, take_turns
+from lora_worker.batch.source import STANDARD_INPUT, Source, open_source
+from lora_worker.batch.store import Store
+from lora_worker.batch.summary import Summary, summarize
+from lora_worker.batch.tally import Tally
+from lora_worker.batch.window import Window
+from lora_worker.batch.writer import Writer
+from lora_worker.errors import BatchError
+
+STATE_SUFFIX = ".batch"
+ORDERS = ("input", "completion")
+
+
+class BatchOptions(NamedTuple):
+    """What `lora-worker batch` was asked for; `source` is a path, or - for the standard input."""
+
+    source: str
+    output: Path
+    errors: Path | None = None
+    model: str | None = None
+    order: str = "input"
+    max_in_flight: int = 4096
+    retry_errors: bool = False
+
+    @property
+    def state(self) -> Path:
+        return self.output.with_name(self.output.name + STATE_SUFFIX)
+
+
+class Sender(Protocol):
+    """What a batch asks of the client."""
+
+    app: Celery
+
+    def queue_of(self, model: str | None) -> str: ...
+
+
+def check_batch(options: BatchOptions) -> Summary:
+    """Read and count the lines; nothing is sent or written."""
+    with open_source(options.source, spool_folder=_folder(options)) as source, closing(Store(None)) as store:
+        _index(store, source, options)
+        return summarize(store)
+
+
+def run_batch(options: BatchOptions, connect: Callable[[], Sender], console: Console) -> Summary:
+    """Run a batch, or what is left of it. `connect` is called where there is something to send.
+
+    Raises BatchError where the files don't allow it.
+    """
+    _check_paths(options)
+    with open_source(options.source, spool_folder=_folder(options)) as source, closing(Store(options.state)) as store:
+        _begin_or_go_on(store, source, options)
+        if options.retry_errors:
+            _reopen_errors(store, options)
+        tally = _tally(store)
+        with _open_output(store, options) as output, Progress(tally, console) as progress:
+            writer = Writer(store, output, in_input_order=options.order == "input")
+            if tally.done < tally.total:
+                if tally.done:
+                    progress.say(f"{tally.done:,} of {tally.total:,} lines have a row already.")
+                _run(store, source, writer, options, tally, progress, connect())
+            writer.write()
+        summary = summarize(store)
+        if summary.is_complete:
+            store.shrink()
+        return summary
+
+
+def _run(
+    store: Store,
+    source: Source,
+    writer: Writer,
+    options: BatchOptions,
+    tally: Tally,
+    progress: Progress,
+    sender: Sender,
+) -> None:
+    roster = _ask(sender, progress)
+    with store.transaction():
+        store.set_turns(take_turns(store.models(), roster.lane_count), roster.lane_count)
+    with closing(Flight(sender.app, store.job, sender.queue_of)) as flight:
+        window = Window(
+            store,
+            source,
+            flight,
+            tally,
+            roster=roster,
+            default_model=options.model,
+            max_in_flight=options.max_in_flight,
+        )
+        Runner(sender.app, window, writer, progress).run()
+
+
+def _ask(sender: Sender, progress: Progress) -> Roster:
+    try:
+        roster = ask_workers(sender.app)
+    except REDIS_ERRORS as error:
+        raise BatchError(f"Redis does not answer ({error}); start it, or set redis_url") from None
+    if not roster.workers:
+        progress.say("No worker answers; the lines wait in Redis until one does.")
+    return roster
+
+
+def _check_paths(options: BatchOptions) -> None:
+    files = [options.output, *([options.errors] if options.errors else [])]
+    if options.source != STANDARD_INPUT:
+        files.append(Path(options.source))
+    places = [file.resolve() for file in files]
+    if len(set(places)) < len(places):
+        raise BatchError("input, output and error file must be different files")
+    for file in files[: 1 + bool(options.errors)]:
+        if not file.resolve().parent.is_dir():
+            raise BatchError(f"the folder of the output {file} does not exist; make it first")
+        if file.exists() and file.stat().st_size and not options.state.exists():
+            raise BatchError(
+                f"{file} is there, but not {options.state.name}, which would say how far it is; give another output, "
+                f"or remove it"
+            )
+    if options.retry_errors and not options.state.exists():
+        raise BatchError(f"there is no earlier run to {options.output}, so it has no error rows to try again")
+
+
+def _folder(options: BatchOptions) -> Path:
+    return options.output.resolve().parent
+
+
+def _begin_or_go_on(store: Store, source: Source, options: BatchOptions) -> None:
+    now = Manifest(
+        input_sha256=source.fingerprint(),
+        input_bytes=str(source.size_bytes),
+        model=options.model or "",
+        order=options.order,
+        errors=str(options.errors.resolve()) if options.errors else "",
+    )
+    before = store.manifest
+    if before is None:
+        with store.transaction():
+            store.set(job=str(uuid.uuid4()), **now._asdict())
+            _index(store, source, options)
+    elif before != now:
+        raise BatchError(
+            f"{options.output} belongs to another batch: {'; '.join(before.differences(now))}. Give another output, or "
+            f"remove it and {options.state.name} to begin again"
+        )
+
+
+def _index(store: Store, source: Source, options: BatchOptions) -> None:
+    Scan(store, job=store.get("job") or "none", default_model=options.model).run(source)
+
+
+def _reopen_errors(store: Store, options: BatchOptions) -> None:
+    """Take the rows that stay out of the files into the state, and let the others wait again."""
+    output_bytes, errors_bytes = store.lengths_bytes
+    with store.transaction():
+        store.reopen_errors()
+        store.put_back(read_rows(options.output, output_bytes))
+        if options.errors:
+            store.put_back(read_rows(options.errors, errors_bytes))
+        store.set_lengths(0, 0)
+
+
+def _tally(store: Store) -> Tally:
+    failed = sum(store.errors().values())
+    return Tally(store.models(), total=store.count(), done=store.count_done(), failed=failed)
+
+
+@contextmanager
+def _open_output(store: Store, options: BatchOptions) -> Iterator[Output]:
+    output_bytes, errors_bytes = store.lengths_bytes
+    rows = OutputFile(options.output, output_bytes)
+    errors = OutputFile(options.errors, errors_bytes) if options.errors else None
+    with Output(rows, errors) as output:
+        yield output
