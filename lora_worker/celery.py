@@ -10,14 +10,19 @@ from celery import Celery
 from lora_worker.errors import SettingsError
 from lora_worker.fleet import startup as _startup  # noqa: F401 - connects its handlers to Celery's signals
 from lora_worker.fleet.configuration import worker_configuration
+from lora_worker.fleet.engine_pool import MakeEngine, start_engine
 from lora_worker.settings import Settings
 
 
-def make_app(settings: Settings) -> Celery:
-    """The app of these settings. Needs no more than `redis_url`, so Flower and `inspect` need no model."""
+def make_app(settings: Settings, *, make_engine: MakeEngine = start_engine) -> Celery:
+    """The app of these settings. Needs no more than `redis_url`, so Flower and `inspect` need no model.
+
+    `make_engine` starts what a worker of this app generates with.
+    """
     made = Celery("lora_worker", set_as_current=False)
     made.conf.update(worker_configuration(settings))
     made.lora_settings = settings
+    made.make_lora_engine = make_engine
     return made
 
 

@@ -31,6 +31,9 @@ MANAGEMENT_THREADS = 4
 DRAIN_LOOK_SECONDS = 0.05
 CLOSE_SECONDS = 5.0
 
+# Called with the settings, the worker's name, and what to call when the engine gives up.
+MakeEngine = Callable[..., Any]
+
 _current: list[EnginePool] = []
 
 
@@ -39,6 +42,16 @@ def current_engine() -> Engine:
     if not _current:
         raise EngineStoppedError("the engine of this worker has stopped, or the task runs outside of a worker")
     return _current[-1].engine
+
+
+def start_engine(settings: Settings, *, worker_name: str | None, on_broken: Callable[[], None]) -> Engine:
+    """The engine of a worker that serves; torch is imported here and not before."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from lora_worker.engine import Engine
+
+    disable_progress_bar()  # a log is no terminal
+    return Engine(settings, worker_name=worker_name, on_broken=on_broken)
 
 
 class EnginePool(BasePool):
@@ -56,17 +69,12 @@ class EnginePool(BasePool):
         self.engine: Engine
 
     def on_start(self) -> None:
-        from transformers.utils.logging import disable_progress_bar
-
-        from lora_worker.engine import Engine
-
         self._does_debug = False  # Celery would log every task's arguments at DEBUG
-        disable_progress_bar()  # a log is no terminal
         settings: Settings = self.app.lora_settings
         _, worker_name = self.options.get("initargs") or (None, None)
         logger.info("Loading %s.", settings.model)
         try:
-            self.engine = Engine(settings, worker_name=worker_name, on_broken=_end_worker)
+            self.engine = self.app.make_lora_engine(settings, worker_name=worker_name, on_broken=_end_worker)
         except LoraWorkerError as error:
             logger.critical("lora-worker cannot start: %s", error)
             raise SystemExit(1) from None

@@ -47,7 +47,14 @@ def claims(settings: Settings, pool_class: Any) -> int:
         raise SettingsError(f"the pool {name!r} cannot run the engine; start the worker without -P")
     if settings.model is None:
         raise SettingsError("no model is set; set LORA_WORKER_MODEL to the folder of a transformers model")
+    device = _device_type(settings.device)
+    return settings.running_limit(device) + settings.waiting_limit(device)
+
+
+def _device_type(name: str) -> str:
+    """'cpu' or 'cuda'; torch is asked, and imported, only where the setting leaves it open."""
+    if name == "cpu":
+        return name
     from lora_worker.models.loading import choose_device
 
-    device = choose_device(settings.device).type
-    return settings.running_limit(device) + settings.waiting_limit(device)
+    return choose_device(name).type

@@ -32,6 +32,8 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = WAIT_SECO
 class WorkerProcess:
     """`celery -A lora_worker worker` in a directory that holds another project's tasks.py."""
 
+    app = "lora_worker"
+
     def __init__(self, server: EmbeddedServer, folder: Path, settings: dict[str, Any], *arguments: str) -> None:
         self.server = server
         self.folder = folder
@@ -61,7 +63,7 @@ class WorkerProcess:
         return self._log.read_text()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "celery", "-A", "lora_worker", "worker", "-l", "INFO", *self._arguments]
+        command = [sys.executable, "-m", "celery", "-A", self.app, "worker", "-l", "INFO", *self._arguments]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, cwd=self.folder, env=self._environment, stdout=log, stderr=subprocess.STDOUT
@@ -83,12 +85,12 @@ class WorkerProcess:
         assert self.process is not None
         return self.process.wait(WAIT_SECONDS)
 
-    def client(self) -> Client:
-        return Client(self.server.url)
+    def client(self, **options: Any) -> Client:
+        return Client(self.server.url, **options)
 
     def celery(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another command of Celery's, as from a second terminal."""
-        command = [sys.executable, "-m", "celery", "-A", "lora_worker", *arguments]
+        command = [sys.executable, "-m", "celery", "-A", self.app, *arguments]
         return subprocess.run(
             command, cwd=self.folder, env=self._environment, capture_output=True, text=True, check=False
         )

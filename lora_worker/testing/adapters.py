@@ -1,0 +1,179 @@
+"""The paced engine's adapters: folders without weights, and slots that cost time to fill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lora_worker.adapters.eviction import make_policy
+from lora_worker.adapters.reference import AdapterReference, LoadReport
+from lora_worker.adapters.registry import AdapterRegistry
+from lora_worker.adapters.source import FILES
+from lora_worker.errors import AdapterConflictError, InvalidAdapterError
+from lora_worker.messages import AdapterOnWorker, AdapterStatus
+from lora_worker.settings import Settings
+
+BYTES_PER_RANK = 1024
+
+
+def digest_of(folder: Path) -> str:
+    """The content digest of an adapter's files."""
+    digest = hashlib.sha256()
+    for file in (folder / name for name in FILES):
+        digest.update(file.read_bytes() if file.is_file() else b"")
+    return digest.hexdigest()
+
+
+def read_reference(name: str, folder: Path, *, pinned: bool) -> AdapterReference:
+    """What the registry keeps of the adapter in a folder; raises InvalidAdapterError where it has no rank."""
+    try:
+        rank = int(json.loads((folder / FILES[0]).read_text())["r"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidAdapterError(f"{folder / FILES[0]} of the adapter {name!r} names no rank r: {error!r}") from None
+    nbytes = BYTES_PER_RANK * rank
+    report = LoadReport(name, str(folder), digest_of(folder), [rank], [1.0], 1, nbytes)
+    return AdapterReference(
+        name, str(folder), report.digest, rank, has_bias=False, nbytes=nbytes, pinned=pinned, report=report
+    )
+
+
+class PacedAdapters:
+    """Registered names, and slots by digest; the engine's lock guards it."""
+
+    def __init__(self, settings: Settings, load_seconds: float) -> None:
+        self.registry = AdapterRegistry(settings.base_name)
+        self.counts = {"hits": 0, "loads": 0, "evictions": 0}
+        self._settings = settings
+        self._load_seconds = load_seconds
+        self._policy = make_policy(settings.lora_eviction_policy)
+        self._ready_at: dict[str, float] = {}  # by digest, in the order of the slots' last loads
+        self._unused: set[str] = set()  # loaded, and no row has started with it since
+        self._held: Counter[str] = Counter()
+        self._last_used: dict[str, float] = {}
+
+    def register(self, reference: AdapterReference, *, replace: bool) -> None:
+        if reference.pinned:
+            self.check_pin(reference.name, reference.digest)
+        before = self.registry.register(reference, replace_content=replace)
+        if before is not None:
+            self._free_if_unused(before.digest)
+
+    def unregister(self, name: str, *, force: bool) -> AdapterReference | None:
+        if name in self.registry and self.registry.get(name).pinned and not force:
+            raise AdapterConflictError(f"the adapter {name!r} is pinned; unpin it first, or unload with force=True")
+        removed = self.registry.remove(name)
+        if removed is not None:
+            self._free_if_unused(removed.digest)
+        return removed
+
+    def check_pin(self, name: str, digest: str) -> None:
+        pinned = {r.digest for r in self.registry if r.pinned and r.name != name} | {digest}
+        if len(pinned) >= self._settings.max_loras_per_batch:
+            raise AdapterConflictError(f"pinning {name!r} would leave no slot unpinned; raise max_loras_per_batch")
+
+    def prepare(self, reference: AdapterReference) -> float | None:
+        """When the adapter is in a slot, on the monotonic clock; None where every slot is held or pinned.
+
+        InvalidAdapterError where the folder no longer holds what was registered.
+        """
+        digest = reference.digest
+        if digest not in self._ready_at:
+            if not self._make_room():
+                return None
+            _check_files(reference)
+            self.counts["loads"] += 1
+            self._policy.added(digest)
+            self._ready_at[digest] = time.monotonic() + self._load_seconds
+            self._unused.add(digest)
+        return self._ready_at[digest]
+
+    def hold(self, digest: str) -> None:
+        """A row starts; a hit is one that needed no load of its own."""
+        self.counts["hits"] += digest not in self._unused
+        self._unused.discard(digest)
+        self._held[digest] += 1
+        self._policy.used(digest)
+        self._last_used[digest] = time.time()
+
+    def release(self, digest: str) -> None:
+        self._held[digest] -= 1
+        self._free_if_unused(digest)
+
+    def status(self, worker_name: str) -> dict[str, dict[str, Any]]:
+        """As the real engine's."""
+        return {
+            reference.name: AdapterStatus(
+                source=reference.source,
+                digest=reference.digest,
+                rank=reference.rank,
+                bytes=reference.nbytes,
+                pinned=reference.pinned,
+                report=asdict(reference.report),
+                workers={worker_name: self._here(reference.digest)},
+            ).model_dump()
+            for reference in self.registry
+        }
+
+    def info(self) -> dict[str, Any]:
+        """As the real engine's, but for memory."""
+        names = {reference.digest: reference.name for reference in self.registry}
+        return {
+            "policy": self._settings.lora_eviction_policy,
+            "slots": {str(slot): names.get(digest, "(unloading)") for slot, digest in enumerate(self._ready_at)},
+            "max_loras_per_batch": self._settings.max_loras_per_batch,
+            "pinned": sorted(reference.name for reference in self.registry if reference.pinned),
+            **self.counts,
+        }
+
+    def check_integrity(self, held: Counter[str]) -> None:
+        assert held == +self._held, f"held {dict(+self._held)}, but the rows hold {dict(held)}"
+        assert set(held) <= set(self._ready_at), f"rows run without a slot: {set(held) - set(self._ready_at)}"
+        assert len(self._ready_at) <= self._settings.max_loras_per_batch, f"{len(self._ready_at)} slots are taken"
+        assert len(self._policy) == len(self._ready_at), "policy and slots disagree"
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _here(self, digest: str) -> AdapterOnWorker:
+        is_resident = digest in self._ready_at
+        return AdapterOnWorker(
+            cached=is_resident,
+            resident=is_resident,
+            slot=list(self._ready_at).index(digest) if is_resident else None,
+            held=self._held[digest],
+            last_used=self._last_used.get(digest),
+        )
+
+    def _make_room(self) -> bool:
+        if len(self._ready_at) < self._settings.max_loras_per_batch:
+            return True
+        now = time.monotonic()
+        pinned = self.registry.pinned_digests()
+        victim = self._policy.victim(lambda d: bool(self._held[d]) or d in pinned or self._ready_at[d] > now)
+        if victim is None:
+            return False
+        self._remove(victim)
+        self.counts["evictions"] += 1
+        return True
+
+    def _free_if_unused(self, digest: str) -> None:
+        if digest in self._ready_at and not self._held[digest] and not self.registry.has_digest(digest):
+            self._remove(digest)
+
+    def _remove(self, digest: str) -> None:
+        self._policy.removed(digest)
+        del self._ready_at[digest]
+        self._unused.discard(digest)
+
+
+def _check_files(reference: AdapterReference) -> None:
+    found = digest_of(Path(reference.source))
+    if found != reference.digest:
+        raise InvalidAdapterError(
+            f"the files of the adapter {reference.name!r} in {reference.source} have changed since it was loaded "
+            f"(digest {reference.digest[:12]}, now {found[:12]}); load it again with replace=True"
+        )
