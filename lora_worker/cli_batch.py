@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import click
@@ -57,15 +58,24 @@ def batch(source: str, *, output: Path, local: bool, dry_run: bool, **options: o
     Exit code 0: all lines were answered; 3: all lines have a row, some of them an error; 1: failed; 130: interrupted.
     """
     asked = BatchOptions(source=source, output=output, **options)  # type: ignore[arg-type]
-    # So that what was started is ended; what is in flight stays there for the next time.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
-    summary = check_batch(asked) if dry_run else _run(asked, is_local=local)
+    with _ended_by_sigterm():
+        summary = check_batch(asked) if dry_run else _run(asked, is_local=local)
     for sentence in summary.sentences(is_dry_run=dry_run):
         click.echo(sentence)
     if not dry_run and not summary.is_complete:
         sys.exit(EXIT_INTERRUPTED)
     if summary.failed:
         sys.exit(EXIT_ERROR_ROWS)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end what was started, too. What is in flight stays there for the next time."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(options: BatchOptions, *, is_local: bool) -> Summary:

@@ -31,6 +31,11 @@ class Answer(NamedTuple):
     message: str = ""
 
 
+class _Task(NamedTuple):
+    id: str
+    result_key: bytes
+
+
 class Flight:
     """Publishes tasks, takes their answers in bulk, and frees them; holds no subscription.
 
@@ -49,15 +54,15 @@ class Flight:
         self._redis = app.backend.client
         self._key = f"lora-worker-batch-{job}"
         self._publisher = Publisher(app, self._redis, self._key)
-        self._ids: dict[str, str] = {}
+        self._in_flight: dict[str, _Task] = {}
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._in_flight)
 
     @property
     def names(self) -> list[str]:
         """The names of the tasks in flight, the oldest first."""
-        return list(self._ids)
+        return list(self._in_flight)
 
     def task_id(self, name: str) -> str:
         return str(uuid.uuid5(self._job, name))
@@ -68,15 +73,19 @@ class Flight:
             Outgoing(name, self.task_id(name), self._queue_of(body.get("model")), body) for name, body in bodies.items()
         ]
         self._publisher.publish(tasks)
-        self._ids.update((task.name, task.task_id) for task in tasks)
+        self._in_flight.update((task.name, self._task(task.task_id)) for task in tasks)
 
     def collect(self) -> Iterator[list[Answer]]:
         """The answers that are there, some hundreds at a time. They stay in Redis until they are freed."""
-        names = self.names
-        for i in range(0, len(names), FETCH_KEYS):
-            part = names[i : i + FETCH_KEYS]
-            found = self._redis.mget([self._result_key(name) for name in part])
-            answers = [self._answer(name, text) for name, text in zip(part, found, strict=True) if text is not None]
+        tasks = list(self._in_flight.items())
+        for i in range(0, len(tasks), FETCH_KEYS):
+            part = tasks[i : i + FETCH_KEYS]
+            found = self._redis.mget([task.result_key for _, task in part])
+            answers = [
+                self._answer(name, task.id, text)
+                for (name, task), text in zip(part, found, strict=True)
+                if text is not None
+            ]
             ended = [answer for answer in answers if answer is not None]
             if ended:
                 yield ended
@@ -86,11 +95,11 @@ class Flight:
         if not names:
             return
         with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(*(self._result_key(name) for name in names))
+            pipe.delete(*(self._task(self.task_id(name)).result_key for name in names))
             pipe.srem(self._key, *names)
             pipe.execute()
         for name in names:
-            self._ids.pop(name, None)
+            self._in_flight.pop(name, None)
 
     def published(self) -> Iterator[str]:
         """The names of what any client of this batch has published and not freed."""
@@ -116,22 +125,22 @@ class Flight:
         names = self.names
         for i in range(0, len(names), REVOKE_IDS):
             part = names[i : i + REVOKE_IDS]
-            self._app.control.revoke([self._ids[name] for name in part], terminate=True)
+            self._app.control.revoke([self._in_flight[name].id for name in part], terminate=True)
             self.free(part)
 
     def close(self) -> None:
         self._publisher.close()
 
-    def _result_key(self, name: str) -> Any:
-        return self._app.backend.get_key_for_task(self.task_id(name))
+    def _task(self, task_id: str) -> _Task:
+        return _Task(task_id, self._app.backend.get_key_for_task(task_id))
 
-    def _answer(self, name: str, text: bytes) -> Answer | None:
+    def _answer(self, name: str, task_id: str, text: bytes) -> Answer | None:
         meta = self._app.backend.decode(text)
         status, result = meta["status"], meta["result"]
         if status == states.SUCCESS:
-            return Answer(name, self.task_id(name), result)
+            return Answer(name, task_id, result)
         if status not in states.READY_STATES:
             return None
         kind, arguments = result["exc_type"], result["exc_message"]
         message = str(arguments[0]) if isinstance(arguments, list | tuple) and arguments else str(arguments)
-        return Answer(name, self.task_id(name), None, code_of(kind), message)
+        return Answer(name, task_id, None, code_of(kind), message)

@@ -104,9 +104,11 @@ class Publisher:
         return made
 
     def _make(self, producer: Any, task: Outgoing) -> None:
+        """What `Celery.send_task` does, but for the subscription to the result."""
         amqp = self._app.amqp
         # The arguments would stand in the message a second time, in clear, for logs and events to show.
+        options = {"priority": BATCH_PRIORITY, "argsrepr": "", "kwargsrepr": ""}
         message = amqp.create_task_message(
-            task.task_id, GENERATE, (), task.body, argsrepr="", kwargsrepr="", reply_to=self._app.thread_oid
+            task.task_id, GENERATE, (), task.body, reply_to=self._app.thread_oid, ignore_result=None, **options
         )
-        amqp.send_task_message(producer, GENERATE, message, queue=task.queue, priority=BATCH_PRIORITY, retry=False)
+        amqp.send_task_message(producer, GENERATE, message, queue=task.queue, retry=False, **options)

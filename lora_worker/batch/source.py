@@ -98,7 +98,7 @@ def open_source(path: str, *, spool_folder: Path) -> Iterator[Source]:
             except OSError as error:
                 raise BatchError(f"the input {path} cannot be read: {error.strerror}") from None
         name = "the standard input" if path == STANDARD_INPUT else path
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        if path == STANDARD_INPUT or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             spool = files.enter_context(tempfile.TemporaryFile(dir=spool_folder))
             file = _copy(file, spool)
         if _is_gzip(file):

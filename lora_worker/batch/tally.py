@@ -82,9 +82,9 @@ class Tally:
 
     @property
     def models_in_flight(self) -> list[ModelTally]:
-        """Those in flight, the most rows first."""
+        """Those in flight, the furthest first."""
         found = [model for model in self.models.values() if model.in_flight]
-        return sorted(found, key=lambda model: (-model.in_flight, model.name))
+        return sorted(found, key=lambda model: (-model.done, model.name))
 
     def _rate(self, which: int, now_at: int) -> float:
         first = self._samples[0]
