@@ -59,7 +59,11 @@ def batch(source: str, *, output: Path, local: bool, dry_run: bool, **options: o
     """
     asked = BatchOptions(source=source, output=output, **options)  # type: ignore[arg-type]
     with _ended_by_sigterm():
-        summary = check_batch(asked) if dry_run else _run(asked, is_local=local)
+        try:
+            summary = check_batch(asked) if dry_run else _run(asked, is_local=local)
+        except KeyboardInterrupt:
+            click.echo("Interrupted; the same command goes on later.", err=True)
+            sys.exit(EXIT_INTERRUPTED)
     for sentence in summary.sentences(is_dry_run=dry_run):
         click.echo(sentence)
     if not dry_run and not summary.is_complete:

@@ -215,7 +215,7 @@ def test_leaving_a_client_batch_early_revokes_what_is_in_flight(client: Client, 
 def test_a_client_batch_holds_no_subscription_a_task(client: Client, connection: Redis) -> None:
     subscribed = []
     for _ in client.batch({"prompt": "w1", "max_tokens": 1} for _ in range(50)):
-        subscribed.append(sum(channel.startswith("celery-task-meta") for channel in connection.pubsub_channels()))
+        subscribed.append(sum(str(channel).startswith("celery-task-meta") for channel in connection.pubsub_channels()))
     assert max(subscribed) == min(subscribed)
 
 

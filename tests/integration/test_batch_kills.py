@@ -1,0 +1,175 @@
+"""Batch files whose client, Redis or person interferes; a paced engine stands in for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from support.batch_command import BatchCommand, read_rows, request, write_lines
+from support.paced import PacedWorkerProcess, write_paced_adapter
+from support.worker_process import WorkerProcess, wait_for
+
+from lora_worker.embedded import EmbeddedServer
+
+from .test_tasks import figures
+
+NAMES = [f"a{i}" for i in range(6)]
+LINES = 900
+TOKENS = 8
+
+
+@pytest.fixture
+def own_server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as started:
+        yield started
+
+
+@pytest.fixture
+def paced_worker(
+    own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PacedWorkerProcess]:
+    monkeypatch.setenv("PACED_LOAD_SECONDS", "0.01")
+    roots = {name: write_paced_adapter(tmp_path / "adapters" / name, name) for name in NAMES}
+    paths = ",".join(f"{name}={folder}" for name, folder in roots.items())
+    (tmp_path / "worker").mkdir()
+    settings = {"lora_paths": paths, "max_running_requests": 16, "drain_seconds": 1}
+    with PacedWorkerProcess(own_server, tmp_path / "worker", settings) as worker:
+        worker.wait_until_ready()
+        yield worker
+
+
+@pytest.fixture(autouse=True)
+def lines(tmp_path: Path) -> list[dict[str, Any]]:
+    made = [request(f"c{i}", f"p{i}", model=NAMES[(i * 7) % 6], max_tokens=TOKENS) for i in range(LINES)]
+    write_lines(tmp_path / "in.jsonl", made)
+    return made
+
+
+def check_complete(folder: Path, *, rows: int = LINES) -> None:
+    """Every line has its row, once, in order."""
+    found = read_rows(folder / "out.jsonl")
+    assert [row["custom_id"] for row in found] == [f"c{i}" for i in range(rows)]
+    assert all(row["error"] is None for row in found)
+
+
+def calls_of(server: EmbeddedServer, command: str) -> int:
+    """How often Redis was asked something."""
+    with Redis(port=server.port) as connection:
+        statistics: Any = connection.info("commandstats")
+        return int(statistics.get(f"cmdstat_{command}", {}).get("calls", 0))
+
+
+def start(server: EmbeddedServer, folder: Path, *arguments: str, answers: int = 1) -> BatchCommand:
+    """A batch of which answers have been taken, some dozens at a time, for so many times."""
+    begun = calls_of(server, "sscan")
+    batch = BatchCommand(server, folder, "--max-in-flight", "200", *arguments)
+    wait_for(lambda: calls_of(server, "sscan") > begun, "it begins to send")
+    freed = calls_of(server, "srem")
+    wait_for(lambda: calls_of(server, "srem") - freed >= answers, "answers are taken")
+    assert batch.process.poll() is None, f"the batch has ended before anything happened:\n{batch.said}"
+    return batch
+
+
+def generated_rows(worker: WorkerProcess) -> int:
+    client = worker.client()
+    try:
+        return int(figures(client)["generated_tokens"]) // TOKENS
+    finally:
+        client.close()
+
+
+def test_a_batch_goes_on_after_its_client_was_killed_and_generates_no_row_twice(
+    paced_worker: PacedWorkerProcess, tmp_path: Path
+) -> None:
+    server = paced_worker.server
+    for order in ("input", "completion"):
+        for answers in (1, 4, 8):
+            start(server, tmp_path, "--order", order, answers=answers).kill()
+            with (tmp_path / "out.jsonl").open("ab") as file:
+                file.write(b'{"id": "batch_req_torn')
+        ended = BatchCommand(server, tmp_path, "--order", order).end()
+        assert (ended.code, ended.output) == (0, f"{LINES:,} lines: {LINES:,} answered, 0 failed.\n"), ended.errors
+        if order == "input":
+            check_complete(tmp_path)
+            assert generated_rows(paced_worker) == LINES
+        found = read_rows(tmp_path / "out.jsonl")
+        assert sorted(row["custom_id"] for row in found) == sorted(f"c{i}" for i in range(LINES))
+        for name in ("out.jsonl", "out.jsonl.batch"):
+            (tmp_path / name).unlink()
+    assert generated_rows(paced_worker) == 2 * LINES
+
+
+def test_answers_that_came_while_nobody_asked_are_collected(paced_worker: PacedWorkerProcess, tmp_path: Path) -> None:
+    server = paced_worker.server
+    start(server, tmp_path).kill()
+    with Redis(port=server.port) as connection:
+        wait_for(lambda: not connection.keys("lora*\x06*") and not connection.hlen("unacked"), "all of it has ended")
+        waiting = len(connection.keys("celery-task-meta-*"))
+    assert waiting >= 100
+    before = generated_rows(paced_worker)
+    assert BatchCommand(server, tmp_path, "--max-in-flight", "200").end().code == 0
+    check_complete(tmp_path)
+    assert generated_rows(paced_worker) == LINES
+    assert before < LINES
+
+
+def test_a_restart_of_redis_is_waited_out(paced_worker: PacedWorkerProcess, tmp_path: Path) -> None:
+    server = paced_worker.server
+    batch = start(server, tmp_path)
+    server.stop()
+    wait_for(lambda: "the batch waits for it" in batch.said, "the outage is said")
+    server.start()
+    assert batch.end().code == 0
+    assert "Redis answers again" in batch.said
+    check_complete(tmp_path)
+
+
+def test_what_redis_has_lost_is_sent_again(paced_worker: PacedWorkerProcess, tmp_path: Path) -> None:
+    server = paced_worker.server
+    batch = start(server, tmp_path)
+    with Redis(port=server.port) as connection:
+        connection.flushall()
+    assert batch.end().code == 0
+    assert "they are sent again" in batch.said
+    check_complete(tmp_path)
+
+
+def test_ctrl_c_once_collects_what_is_in_flight_and_twice_revokes_it(
+    paced_worker: PacedWorkerProcess, tmp_path: Path
+) -> None:
+    server = paced_worker.server
+    batch = start(server, tmp_path)
+    batch.interrupt()
+    ended = batch.end()
+    assert ended.code == 130
+    assert "No more lines are sent" in ended.errors
+    assert f"of {LINES:,} lines are done, 0 of them failed" in ended.output
+    done = generated_rows(paced_worker)
+    assert 0 < done < LINES
+
+    batch = start(server, tmp_path)
+    batch.interrupt()
+    wait_for(lambda: "No more lines are sent" in batch.said, "the first interrupt is seen")
+    batch.interrupt()
+    ended = batch.end()
+    assert ended.code == 130
+    assert "rows are revoked" in ended.errors
+    with Redis(port=server.port) as connection:
+        wait_for(lambda: not connection.hlen("unacked") and not connection.keys("lora*\x06*"), "nothing is left to do")
+    assert generated_rows(paced_worker) < LINES
+
+    assert BatchCommand(server, tmp_path).end().code == 0
+    check_complete(tmp_path)
+
+
+def test_a_log_gets_plain_lines(paced_worker: PacedWorkerProcess, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [request("c0", "p0", model=NAMES[0], max_tokens=1200)])
+    batch = BatchCommand(paced_worker.server, tmp_path)
+    assert batch.end().code == 0
+    line = batch.said.splitlines()[0]
+    assert line.startswith("0 of 1 done (0.0 %), 0 failed, 0 tokens/s")
+    assert line.endswith("1 in flight: a0 0/1")
+    assert "\x1b" not in batch.said
