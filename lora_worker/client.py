@@ -8,12 +8,15 @@ from typing import Any
 
 from celery import Celery
 from celery.result import AsyncResult
+from kombu.entity import Exchange, Queue
 
 # Celery raises a task's error as its own class where the module of the class has been imported.
 import lora_worker.errors as _errors  # noqa: F401
 from lora_worker.batch.flight import Flight
 from lora_worker.batch.stream import MAX_IN_FLIGHT, BatchResult, run_rows
 from lora_worker.fleet.configuration import common_configuration
+from lora_worker.fleet.keys import Keys
+from lora_worker.fleet.routing import queue_for
 from lora_worker.messages import (
     GENERATE,
     LIST_LORA_ADAPTERS,
@@ -33,14 +36,18 @@ class Client:
 
     Args:
         redis_url: the workers' Redis; `redis_url` of the settings where it is left out.
-        queue_prefix: the workers' setting of that name.
+        queue_prefix, partitions: the workers' settings of these names.
     """
 
-    def __init__(self, redis_url: str | None = None, *, queue_prefix: str | None = None) -> None:
-        given = {"redis_url": redis_url, "queue_prefix": queue_prefix}
+    def __init__(
+        self, redis_url: str | None = None, *, queue_prefix: str | None = None, partitions: int | None = None
+    ) -> None:
+        given = {"redis_url": redis_url, "queue_prefix": queue_prefix, "partitions": partitions}
         settings = Settings(**{name: value for name, value in given.items() if value is not None})
         self.app = Celery("lora_worker.client", set_as_current=False)
         self.app.conf.update(common_configuration(settings))
+        self._keys = Keys(settings.queue_prefix, settings.partitions)
+        self._base_name = settings.base_name if settings.model or settings.served_model_name else None
 
     def generate(self, **body: Any) -> AsyncResult:
         """Generate text: an OpenAI completions or chat body, `model` an adapter's name.
@@ -100,4 +107,12 @@ class Client:
 
     def _send(self, name: str, kwargs: dict[str, Any], **options: Any) -> AsyncResult:
         # Celery would put the arguments into the message a second time, in clear, for logs and events to show.
-        return self.app.send_task(name, kwargs=kwargs, argsrepr="", kwargsrepr="", **options)
+        queue = queue_for(name, kwargs.get("model"), self._keys, base_name=self._base_name)
+        return self.app.send_task(
+            name,
+            kwargs=kwargs,
+            queue=Queue(queue, exchange=Exchange(""), routing_key=queue),
+            argsrepr="",
+            kwargsrepr="",
+            **options,
+        )

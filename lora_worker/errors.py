@@ -52,6 +52,10 @@ class GenerationError(LoraWorkerError):
     """A row failed while it was generated, through no fault of the request's form."""
 
 
+class PoisonedRequestError(GenerationError):
+    """Workers died whenever the request ran, the last time with nothing beside it; it is not run again."""
+
+
 class TimeLimitError(GenerationError):
     """A row ran longer than its time limit, counted from admission."""
 

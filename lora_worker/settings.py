@@ -77,6 +77,10 @@ class Settings(BaseSettings):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda|cuda:\d+)$")] = "auto"
     redis_url: str = "redis://localhost:6379/0"
     queue_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")] = "lora"
+    partitions: Annotated[int, Field(ge=1, le=1024)] = 64
+    transport: Literal["atomic", "stock"] = "atomic"
+    lease_seconds: Annotated[float, Field(ge=1)] = 15.0
+    max_redeliveries: Annotated[int, Field(ge=0)] = 3
     lora_paths: Annotated[list[LoraPath], NoDecode] = []
     adapter_roots: Annotated[list[Path], NoDecode] = []
     allow_hub: bool = False
@@ -128,6 +132,11 @@ class Settings(BaseSettings):
     @classmethod
     def _check_redis_url(cls, url: str) -> str:
         parts = urlsplit(url)
+        if "sentinel" in parts.scheme:
+            raise ValueError(
+                "failing over through Redis Sentinel is not supported; name one Redis server, or an address that "
+                "follows its primary"
+            )
         database = parts.path.removeprefix("/")
         if parts.scheme not in ("redis", "rediss") or not (database == "" or database.isdecimal()):
             raise ValueError("a URL of the form redis://[:PASSWORD@]HOST:PORT/DB (rediss:// for TLS) is expected")

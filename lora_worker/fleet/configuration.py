@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lora_worker.fleet.keys import PRIORITY_STEPS
 from lora_worker.settings import Settings
 
 POOL = "lora_worker.fleet.engine_pool:EnginePool"
@@ -12,8 +13,7 @@ POOL = "lora_worker.fleet.engine_pool:EnginePool"
 def connection_options() -> dict[str, Any]:
     """Options of every connection to Redis, worker's and client's."""
     return {
-        # The steps are part of the wire contract: 0 is the highest, and unset means 0.
-        "priority_steps": [0, 3, 6, 9],
+        "priority_steps": list(PRIORITY_STEPS),
         "socket_keepalive": True,
         "socket_connect_timeout": 5,
         # Without it a publish on a half-open connection hangs for ever.
@@ -38,7 +38,7 @@ def common_configuration(settings: Settings) -> dict[str, Any]:
 
 
 def worker_configuration(settings: Settings) -> dict[str, Any]:
-    """The worker's; it consumes the one queue of its prefix, never the queue named 'celery'."""
+    """The worker's; it consumes the queues of its prefix, never the queue named 'celery'."""
     return {
         **common_configuration(settings),
         "worker_pool": POOL,
@@ -50,14 +50,13 @@ def worker_configuration(settings: Settings) -> dict[str, Any]:
         # The backend's look before it stores is not tried again otherwise, and the result is lost with Redis away.
         "result_backend_always_retry": True,
         "worker_prefetch_multiplier": 1,
-        # Rows go on when the connection breaks, and the copies that Redis delivers afterwards share their answers.
+        # Rows go on when the connection breaks, and the worker counts by itself what it has in hand.
+        "worker_enable_prefetch_count_reduction": False,
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,
         "worker_disable_rate_limits": True,
         "worker_send_task_events": True,
-        # Tasks with an ETA raise the prefetch count without bound otherwise.
-        "worker_eta_task_limit": 1000,
         # STARTED would be written by the trace, which runs when the row has ended.
         "task_track_started": False,
         "worker_hijack_root_logger": True,

@@ -17,8 +17,13 @@ from celery.concurrency.base import BasePool, apply_target
 from celery.worker import state
 
 from lora_worker.errors import EngineStoppedError, LoraWorkerError
+from lora_worker.fleet.claimer import PROMOTED
 from lora_worker.fleet.daemons import DaemonThreads
+from lora_worker.fleet.member import current_member
+from lora_worker.fleet.pool_in_fleet import PoolInFleet
+from lora_worker.fleet.request import FleetRequest
 from lora_worker.fleet.task_row import TaskRow
+from lora_worker.fleet.transport import DEATHS, RESTORED
 from lora_worker.settings import Settings
 
 if TYPE_CHECKING:
@@ -63,10 +68,13 @@ class EnginePool(BasePool):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rows: dict[str, TaskRow] = {}
+        self._managed: set[FleetRequest] = set()
         self._finishers = DaemonThreads(FINISHER_THREADS, "finisher")
         self._managers = DaemonThreads(MANAGEMENT_THREADS, "management")
+        self._is_draining = False
         self._is_stopping = False
         self.engine: Engine
+        self.fleet: PoolInFleet
 
     def on_start(self) -> None:
         self._does_debug = False  # Celery would log every task's arguments at DEBUG
@@ -79,6 +87,11 @@ class EnginePool(BasePool):
             logger.critical("lora-worker cannot start: %s", error)
             raise SystemExit(1) from None
         _current.append(self)
+        member = current_member()
+        assert member is not None, "the pool starts in a worker only"
+        member.on_refused = _refuse
+        self.fleet = PoolInFleet(self, member)
+        member.join()
 
     def on_apply(
         self,
@@ -93,49 +106,51 @@ class EnginePool(BasePool):
     ) -> TaskRow | None:
         name, task_id, message = args[:3]
         # `callback` is a method of the request, which alone knows of revocation and expiry.
-        request = callback.__self__
+        request: FleetRequest = callback.__self__
         if not getattr(self.app.tasks.get(name), "runs_in_engine", False):
-
-            def manage() -> None:
-                if not request.revoked():
-                    apply_target(target, args, kwargs, callback, accept_callback)
-
-            self._managers.submit(manage)
+            self._manage(request, lambda: apply_target(target, args, kwargs, callback, accept_callback))
             return None
         running = self._rows.get(task_id)
         if running is not None and running.attach(request):
             logger.warning("A copy of the running task %s was delivered; it shares the answer.", task_id)
             return running
+        model = message["kwargs"].get("model") if isinstance(message["kwargs"], dict) else None
         row = TaskRow(
             self,
             request,
             run_trace=lambda done: apply_target(target, args, kwargs, done),
             soft_limit=_number(soft_timeout),
             hard_limit=_number(timeout),
+            body=_body_of(message),
+            adapter=model if isinstance(model, str) and model != self.app.lora_settings.base_name else None,
+            priority=_priority_of(message),
+            is_suspect=bool(request.header(RESTORED)),
         )
         self._rows[task_id] = row
+        self.fleet.admit(row, deaths=request.header(DEATHS) or 0)
+        return row
+
+    def submit(self, row: TaskRow) -> None:
+        """Give a row to the engine."""
         self.engine.submit(
-            _body_of(message),
+            row.body,
             row.on_done,
-            request_id=task_id,
-            priority=int(_number((message.get("delivery_info") or {}).get("priority")) or 0),
+            request_id=row.task_id,
+            priority=row.priority,
             time_limit_seconds=row.time_limit_seconds,
             may_start=row.may_start,
             on_started=row.on_started,
         )
-        return row
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
         """Nothing: Celery calls the row's own `terminate` too, and there is no process to signal."""
 
     def on_stop(self) -> None:
         """Warm shutdown: hand back what has not started, let rows finish for `drain_seconds`, hand back the rest."""
-        rows = list(self._rows.values())
-        for row in rows:
-            if not row.is_started:
-                self.engine.cancel(row.task_id)
+        self._is_draining = True
+        self.fleet.drain()
         end = time.monotonic() + self.app.lora_settings.drain_seconds
-        logger.info("Draining: %d rows run, %d go back to the queue.", *_counts(rows))
+        logger.info("Draining: %d rows run.", len(self._rows))
         while (self._rows or self._managers.unfinished) and time.monotonic() < end:
             time.sleep(DRAIN_LOOK_SECONDS)
         if self._rows:
@@ -151,29 +166,83 @@ class EnginePool(BasePool):
         if self in _current:
             _current.remove(self)
             self.engine.close()
-        # A moment for what the engine has just failed; with Redis away it is left, and its messages come again.
-        end = time.monotonic() + CLOSE_SECONDS
-        while (self._finishers.unfinished or self._managers.unfinished) and time.monotonic() < end:
-            time.sleep(DRAIN_LOOK_SECONDS)
+            # A moment for what the engine has just failed; with Redis away it is left, and its messages come again.
+            end = time.monotonic() + CLOSE_SECONDS
+            while (self._finishers.unfinished or self._managers.unfinished) and time.monotonic() < end:
+                time.sleep(DRAIN_LOOK_SECONDS)
+            self.fleet.leave()
+
+    def _manage(self, request: FleetRequest, run: Callable[[], None]) -> None:
+        """Run a task on a thread of its own."""
+
+        def manage() -> None:
+            try:
+                if not request.revoked():
+                    run()
+            finally:
+                self._managed.discard(request)
+
+        self._managed.add(request)
+        self._managers.submit(manage)
 
     def _get_info(self) -> dict[str, Any]:
         return {"max-concurrency": self.limit, "rows": len(self._rows), "lora": self.engine.info()}
 
     @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @property
     def is_stopping(self) -> bool:
         return self._is_stopping
+
+    @property
+    def row_limit(self) -> int:
+        """How many rows run at once."""
+        limit: int = self.app.lora_row_limit
+        return limit
+
+    @property
+    def rows(self) -> list[TaskRow]:
+        return list(self._rows.values())
+
+    @property
+    def worked_on(self) -> set[str]:
+        """The tags of all messages that something here works on."""
+        tags = {tag for row in self.rows for tag in row.tags}
+        return tags | {request.tag for request in list(self._managed)}
 
     def run_later(self, function: Callable[[], None]) -> None:
         self._finishers.submit(function)
 
+    def note_started(self, row: TaskRow) -> None:
+        self.fleet.note_started(row)
+
+    def is_own(self, row: TaskRow) -> bool:
+        return self.fleet.is_own(row)
+
     def forget(self, row: TaskRow) -> None:
         if self._rows.get(row.task_id) is row:
             del self._rows[row.task_id]
+        self.fleet.ended(row)
 
 
 def _end_worker() -> None:
     """Let Celery's loop end the worker as by a cold shutdown: everything goes back to the queue."""
     state.should_terminate = 1
+
+
+def _refuse(sentence: str) -> None:
+    """End the worker: this Redis, or the fleet on it, is none for it."""
+    logger.critical("lora-worker cannot go on: %s", sentence)
+    state.should_terminate = 1
+
+
+def _priority_of(message: dict[str, Any]) -> int:
+    """A message's priority in the engine: the highest for the share of the lowest, which would never start there."""
+    if message.get(PROMOTED):
+        return 0
+    return int(_number((message.get("delivery_info") or {}).get("priority")) or 0)
 
 
 def _body_of(message: dict[str, Any]) -> dict[str, Any]:
@@ -185,8 +254,3 @@ def _body_of(message: dict[str, Any]) -> dict[str, Any]:
 def _number(value: Any) -> float | None:
     """A number of a message's headers; what is no number was written by no Celery, and says nothing."""
     return value if isinstance(value, int | float) else None
-
-
-def _counts(rows: list[TaskRow]) -> tuple[int, int]:
-    started = sum(row.is_started for row in rows)
-    return started, len(rows) - started

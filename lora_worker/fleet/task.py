@@ -24,7 +24,7 @@ class LoraTask(Task):
 
     # Errors that a request or an adapter causes are logged as one line, without a traceback.
     throws = (LoraWorkerError, SoftTimeLimitExceeded, TimeLimitExceeded)
-    Request = "lora_worker.fleet.privacy:PrivateRequest"
+    Request = "lora_worker.fleet.request:FleetRequest"
     # Whether the engine runs it, or a thread of the pool.
     runs_in_engine = False
 

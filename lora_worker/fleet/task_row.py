@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
+from celery.states import READY_STATES
 from celery.worker import state
 from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -20,6 +21,7 @@ from lora_worker.errors import EngineStoppedError, LoraWorkerError, RequestWithd
 if TYPE_CHECKING:
     from lora_worker.engine import Engine
     from lora_worker.engine.engine import Outcome
+    from lora_worker.fleet.request import FleetRequest
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,12 @@ class Owner(Protocol):
     def run_later(self, function: Callable[[], None]) -> None:
         """Run a function on a finisher thread."""
 
+    def note_started(self, row: TaskRow) -> None:
+        """The row starts; for a suspect, Redis knows when this returns. Called on the engine's thread."""
+
+    def is_own(self, row: TaskRow) -> bool:
+        """Whether its messages are this worker's; waits until that is certain."""
+
     def forget(self, row: TaskRow) -> None:
         """The row has ended."""
 
@@ -71,25 +79,38 @@ class TaskRow:
         request: Celery's request; copies of the message that come while the row runs are attached to it.
         run_trace: runs Celery's trace of the task, and then what it is given, with the trace's outcome.
         soft_limit, hard_limit: seconds from admission.
+        body: the generate request.
+        adapter: what the message asks for, unchecked.
+        is_suspect: whether a worker died that had it in hand.
     """
 
     def __init__(
         self,
         pool: Owner,
-        request: Any,
+        request: FleetRequest,
         *,
         run_trace: Callable[[Callable[..., None]], None],
         soft_limit: float | None,
         hard_limit: float | None,
+        body: dict[str, Any],
+        adapter: str | None,
+        priority: int,
+        is_suspect: bool,
     ) -> None:
         self.task_id: str = request.id
+        self.body = body
+        self.adapter = adapter
+        self.priority = priority
+        self.is_suspect = is_suspect
         self.is_started = False
+        self.arrived_at = time.monotonic()
         self._pool = pool
         self._requests = [request]
         self._run_trace = run_trace
         self._soft_limit = soft_limit
         self._hard_limit = hard_limit
         self._lock = threading.Lock()
+        self._is_starting = False
         self._is_accepted = False
         self._is_finished = False
         self._started_at = 0.0
@@ -98,7 +119,12 @@ class TaskRow:
     def time_limit_seconds(self) -> float | None:
         return min((limit for limit in (self._soft_limit, self._hard_limit) if limit), default=None)
 
-    def attach(self, request: Any) -> bool:
+    @property
+    def tags(self) -> list[str]:
+        """Of the message and its copies."""
+        return [request.tag for request in self._requests]
+
+    def attach(self, request: FleetRequest) -> bool:
         """Let a copy of the message share the answer; False where that has just been given out."""
         with self._lock:
             if not self._is_finished:
@@ -106,9 +132,16 @@ class TaskRow:
             return not self._is_finished
 
     def may_start(self) -> bool:
-        """Whether the task is still wanted: not revoked, not expired. No Redis here, the engine waits."""
+        """Whether the task is still wanted: not handed back, revoked or expired."""
+        with self._lock:
+            if self._is_finished:
+                return False
+            self._is_starting = True
         request = self._requests[0]
-        return request.id not in state.revoked and not request.maybe_expire()
+        if request.id in state.revoked or request.maybe_expire():
+            return False
+        self._pool.note_started(self)
+        return True
 
     def on_started(self) -> None:
         self._started_at = time.monotonic()
@@ -122,6 +155,44 @@ class TaskRow:
         """Celery revokes or cancels the task."""
         self._pool.engine.cancel(self.task_id)
 
+    def withdraw(self) -> list[str]:
+        """Take a row that has not started out of the engine; returns the tags of its messages, for another to run.
+
+        Nothing happens where it has started or ended: no tags.
+        """
+        with self._lock:
+            if self._is_starting or self._is_finished:
+                return []
+            self._is_finished = True
+        return self._leave()
+
+    def abandon(self) -> None:
+        """Take a row out of the engine, started or not: its messages are another worker's by now."""
+        with self._lock:
+            if self._is_finished:
+                return
+            self._is_finished = True
+        self._leave()
+
+    def has_result(self) -> bool:
+        """Whether the task's result is stored already; asks Redis."""
+        request = self._requests[0]
+        return request.task.backend.get_state(self.task_id) in READY_STATES
+
+    def acknowledge(self) -> None:
+        """End a task whose result is there."""
+        for request in self._take_requests():
+            request.acknowledge()
+            request.let_go()
+
+    def _leave(self) -> list[str]:
+        self._pool.forget(self)
+        # Outside of the lock: an engine may ask `may_start` under its own.
+        self._pool.engine.cancel(self.task_id)
+        for request in self._requests:
+            request.let_go()
+        return self.tags
+
     def _accept(self) -> None:
         # Celery counts a task as active from here, and must have done so before it is told that the task is ready.
         with self._lock:
@@ -131,8 +202,13 @@ class TaskRow:
 
     def _finish(self, outcome: Outcome) -> None:
         """Give the outcome to Celery, again and again while Redis is away."""
+        if self._is_finished:
+            return
         wait, longest = RETRY_SECONDS
         while True:
+            if not self._pool.is_own(self):
+                self.abandon()
+                return
             try:
                 self._tell_celery(outcome)
                 return
@@ -170,10 +246,10 @@ class TaskRow:
             return None
         except TimeLimitError:
             if self._soft_limit and self._soft_limit <= (self._hard_limit or self._soft_limit):
-                return _raiser(SoftTimeLimitExceeded(self._soft_limit))
-            return _raiser(TimeLimitExceeded(self._hard_limit))
+                return raiser(SoftTimeLimitExceeded(self._soft_limit))
+            return raiser(TimeLimitExceeded(self._hard_limit))
         except LoraWorkerError as error:
-            return _raiser(error)
+            return raiser(error)
         return lambda: answer
 
     def _tell_requests(self, traced: tuple[Any, Any, float]) -> None:
@@ -195,7 +271,9 @@ class TaskRow:
         return time.monotonic() - self._started_at if self.is_started else 0.0
 
 
-def _raiser(error: Exception) -> Callable[[], Any]:
+def raiser(error: Exception) -> Callable[[], Any]:
+    """A function that raises the error."""
+
     def raise_error() -> Any:
         raise error
 

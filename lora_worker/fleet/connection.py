@@ -1,0 +1,53 @@
+"""The fleet's own connections to Redis, beside kombu's, and what of a server it can't use."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from lora_worker.errors import SettingsError
+
+
+def connect(url: str, *, timeout_seconds: float) -> Redis:
+    """A client that answers or raises within the timeout, and never tries again by itself.
+
+    Who asks must learn of every break: the lease counts its unbroken contact, and a script must not run twice unknown.
+    """
+    # Celery writes CERT_REQUIRED where redis-py writes required.
+    url = re.sub(r"ssl_cert_reqs=CERT_(\w+)", lambda found: f"ssl_cert_reqs={found[1].lower()}", url)
+    return Redis.from_url(
+        url,
+        socket_timeout=timeout_seconds,
+        socket_connect_timeout=timeout_seconds,
+        retry=Retry(NoBackoff(), 0),
+        socket_keepalive=True,
+    )
+
+
+def tags_under(redis: Redis, key: str) -> set[str]:
+    """The tags of the messages under a worker's key."""
+    return {tag.decode() if isinstance(tag, bytes) else tag for tag in redis.hkeys(key)}
+
+
+def check_server(redis: Redis) -> None:
+    """Raise SettingsError where the server is of a kind on which claims and leases would not hold."""
+    mode = redis.info("server").get("redis_mode", "standalone")
+    if mode == "cluster":
+        raise SettingsError(
+            "redis_url names a Redis Cluster, which would spread a fleet's keys over servers, so that no claim could "
+            "be atomic; name a single Redis server"
+        )
+    if mode == "sentinel":
+        raise SettingsError(
+            "redis_url names a Redis Sentinel, which holds no queues, and failing over through Sentinel is not "
+            "supported; name the Redis server itself"
+        )
+
+
+def script(name: str) -> str:
+    """The text of a Lua script of `fleet/lua`."""
+    return files("lora_worker.fleet").joinpath("lua", f"{name}.lua").read_text()
