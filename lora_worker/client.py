@@ -95,11 +95,16 @@ class Client:
         rows of one adapter are sent together. A row that fails yields its error. Leaving the loop early revokes what
         is in flight.
         """
-        return run_rows(rows, Flight(self.app, str(uuid.uuid4()), self.queue_of), max_in_flight=max_in_flight)
+        return run_rows(rows, self.flight(str(uuid.uuid4())), max_in_flight=max_in_flight)
 
-    def queue_of(self, model: str | None) -> str:  # noqa: ARG002 - one queue serves all models
-        """The queue of a model's requests; None is the bare base."""
-        return str(self.app.conf.task_default_queue)
+    def flight(self, job: str) -> Flight:
+        """What `batch` and the batch command send by; `job` is a UUID."""
+        return Flight(self.app, job, self._keys, self.queue_of)
+
+    def queue_of(self, model: Any, task: str = GENERATE) -> Queue:
+        """The queue of a model's requests (None: the bare base), or of another task."""
+        name = queue_for(task, model, self._keys, base_name=self._base_name)
+        return Queue(name, exchange=Exchange(""), routing_key=name)
 
     def close(self) -> None:
         """Give the connections back."""
@@ -107,12 +112,5 @@ class Client:
 
     def _send(self, name: str, kwargs: dict[str, Any], **options: Any) -> AsyncResult:
         # Celery would put the arguments into the message a second time, in clear, for logs and events to show.
-        queue = queue_for(name, kwargs.get("model"), self._keys, base_name=self._base_name)
-        return self.app.send_task(
-            name,
-            kwargs=kwargs,
-            queue=Queue(queue, exchange=Exchange(""), routing_key=queue),
-            argsrepr="",
-            kwargsrepr="",
-            **options,
-        )
+        queue = self.queue_of(kwargs.get("model"), name)
+        return self.app.send_task(name, kwargs=kwargs, queue=queue, argsrepr="", kwargsrepr="", **options)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from celery import Celery
+from kombu.entity import Queue
 from rich.console import Console
 
 from lora_worker.batch.flight import REDIS_ERRORS, Flight
@@ -25,6 +26,7 @@ from lora_worker.batch.tally import Tally
 from lora_worker.batch.window import Window
 from lora_worker.batch.writer import Writer
 from lora_worker.errors import BatchError
+from lora_worker.messages import GENERATE, LIST_LORA_ADAPTERS
 
 STATE_SUFFIX = ".batch"
 ORDERS = ("input", "completion")
@@ -51,7 +53,9 @@ class Sender(Protocol):
 
     app: Celery
 
-    def queue_of(self, model: str | None) -> str: ...
+    def flight(self, job: str) -> Flight: ...
+
+    def queue_of(self, model: str | None, task: str = GENERATE) -> Queue: ...
 
 
 def check_batch(options: BatchOptions) -> Summary:
@@ -97,7 +101,7 @@ def _run(
     roster = _ask(sender, progress)
     with store.transaction():
         store.set_turns(take_turns(store.models(), roster.lane_count), roster.lane_count)
-    with closing(Flight(sender.app, store.job, sender.queue_of)) as flight:
+    with closing(sender.flight(store.job)) as flight:
         window = Window(
             store,
             source,
@@ -112,7 +116,7 @@ def _run(
 
 def _ask(sender: Sender, progress: Progress) -> Roster:
     try:
-        roster = ask_workers(sender.app)
+        roster = ask_workers(sender.app, sender.queue_of(None, LIST_LORA_ADAPTERS))
     except REDIS_ERRORS as error:
         raise BatchError(f"Redis does not answer ({error}); start it, or set redis_url") from None
     if not roster.workers:

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from celery import Celery, states
+from kombu.entity import Queue
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
+from lora_worker.batch.lost import find_messages
 from lora_worker.batch.publishing import Outgoing, Publisher
 from lora_worker.batch.rows import code_of
+from lora_worker.fleet.keys import Keys
 
 # What Redis raises while it is away, or full; the batch waits, and goes on.
 REDIS_ERRORS = (RedisError, OperationalError, ConnectionError)
@@ -44,15 +47,17 @@ class Flight:
     Args:
         app: the client's Celery app.
         job: the batch's id, a UUID.
+        keys: the fleet's names in Redis.
         queue_of: the queue of a model's requests.
     """
 
-    def __init__(self, app: Celery, job: str, queue_of: Callable[[str | None], str]) -> None:
+    def __init__(self, app: Celery, job: str, keys: Keys, queue_of: Callable[[str | None], Queue]) -> None:
         self._app = app
         self._job = uuid.UUID(job)
         self._queue_of = queue_of
         self._redis = app.backend.client
-        self._key = f"lora-worker-batch-{job}"
+        self._key = keys.batch(job)
+        self._keys = keys
         self._publisher = Publisher(app, self._redis, self._key)
         self._in_flight: dict[str, _Task] = {}
 
@@ -127,6 +132,12 @@ class Flight:
             part = names[i : i + REVOKE_IDS]
             self._app.control.revoke([self._in_flight[name].id for name in part], terminate=True)
             self.free(part)
+
+    def lost(self) -> set[str]:
+        """The names of those that have neither an answer nor a message; see `find_messages` for what it can miss."""
+        ids = {task.id: name for name, task in self._in_flight.items()}
+        found = find_messages(self._redis, self._keys.prefix, ids)
+        return set() if found is None else {ids[task_id] for task_id in ids.keys() - found}
 
     def close(self) -> None:
         self._publisher.close()

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from celery import Celery
+from kombu.entity import Queue
 from kombu.transport import redis as kombu_redis
 from kombu.utils.json import dumps
 from redis import Redis
@@ -42,7 +43,7 @@ class Outgoing(NamedTuple):
 
     name: str
     task_id: str
-    queue: str
+    queue: Queue
     body: dict[str, Any]
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from celery import Celery
 from celery.exceptions import TimeoutError as ResultTimeoutError
+from kombu.entity import Queue
 
 from lora_worker.messages import LIST_LORA_ADAPTERS
 
@@ -32,7 +33,7 @@ class Roster(NamedTuple):
         return model is not None and self.models is not None and model not in self.models
 
 
-def ask_workers(app: Celery, *, wait_seconds: float = ANSWER_SECONDS) -> Roster:
+def ask_workers(app: Celery, listing_queue: Queue, *, wait_seconds: float = ANSWER_SECONDS) -> Roster:
     """Ask whoever is there; the one task that this sends expires with the wait."""
     stats: dict[str, Any] = app.control.inspect(timeout=INSPECT_SECONDS).stats() or {}
     engines = [info.get("pool", {}).get("lora", {}) for info in stats.values()]
@@ -40,7 +41,7 @@ def ask_workers(app: Celery, *, wait_seconds: float = ANSWER_SECONDS) -> Roster:
     bases = {engine["model"] for engine in engines if engine.get("model")}
     if not bases:
         return Roster(None, 0, 0)
-    listing = app.send_task(LIST_LORA_ADAPTERS, expires=wait_seconds)
+    listing = app.send_task(LIST_LORA_ADAPTERS, queue=listing_queue, expires=wait_seconds)
     try:
         adapters = listing.get(timeout=wait_seconds)
     except ResultTimeoutError:

@@ -62,7 +62,7 @@ class Runner:
         self._window.begin()
         has_collected = self._window.collect()
         has_sent = not self._interrupts.count and self._window.send()
-        lost = self._window.send_lost(self._app.backend.client, self._app.conf.task_default_queue)
+        lost = self._window.send_lost()
         if lost:
             self._progress.say(f"Redis no longer knew of {lost:,} rows that were in flight; they are sent again.")
         if self._is_redis_away:

@@ -6,11 +6,8 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from redis import Redis
-
 from lora_worker.batch.flight import Answer, Flight
 from lora_worker.batch.lines import Line, read_line
-from lora_worker.batch.lost import find_messages
 from lora_worker.batch.output import row_id
 from lora_worker.batch.roster import Roster
 from lora_worker.batch.rows import error_row, response_row
@@ -114,7 +111,7 @@ class Window:
             self._moved_at = time.monotonic()
         return has_collected
 
-    def send_lost(self, connection: Redis, queue_prefix: str) -> int:
+    def send_lost(self) -> int:
         """Publish again what Redis no longer knows of; returns how many lines that were."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_SECONDS or not self._sent:
@@ -123,7 +120,8 @@ class Window:
         lost = self._flight.vanished()
         if not lost and self.stalled_seconds > STALL_SECONDS and now - self._searched_at > STALL_SECONDS:
             self._searched_at = now
-            lost = self._search(connection, queue_prefix)
+            missing = self._flight.lost()
+            lost, self._suspects = list(missing & self._suspects), missing
             self._flight.forget(lost)
         self._publish_all(lost)
         return len(lost)
@@ -195,14 +193,6 @@ class Window:
     def _error(self, number: int, custom_id: str, code: str, message: str) -> FinishedRow:
         row = error_row(row_id(self._job, number), custom_id, code=code, message=message, number=number)
         return FinishedRow(number, code, row)
-
-    def _search(self, connection: Redis, queue_prefix: str) -> list[str]:
-        """The names of tasks that were found nowhere twice in a row."""
-        ids = {self._flight.task_id(name): name for name in self._sent}
-        found = find_messages(connection, queue_prefix, ids)
-        missing = set() if found is None else {ids[task_id] for task_id in ids.keys() - found}
-        lost, self._suspects = missing & self._suspects, missing
-        return list(lost)
 
 
 def _parts(name: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kombu.entity import Exchange, Queue
 from redis import Redis
 from support.batch_command import BatchCommand, read_rows, request, write_lines
 from support.worker_process import wait_for
@@ -18,6 +19,7 @@ from lora_worker.batch.flight import Flight
 from lora_worker.batch.lines import MAX_LINE_BYTES
 from lora_worker.client import Client
 from lora_worker.embedded import EmbeddedServer
+from lora_worker.fleet.keys import Keys
 
 from .conftest import ADAPTERS, LONG
 from .test_tasks import SECONDS, figures, load_all, running_rows
@@ -38,7 +40,7 @@ def run(server: EmbeddedServer, folder: Path, *arguments: str) -> tuple[int, str
 
 def left_behind(connection: Redis) -> list[str]:
     """Keys of batches and their answers that are still in Redis."""
-    return [key for pattern in ("lora-worker-batch-*", "celery-task-meta-*") for key in connection.scan_iter(pattern)]
+    return [key for pattern in ("lora:batch:*", "celery-task-meta-*") for key in connection.scan_iter(pattern)]
 
 
 def mixed_lines(count: int) -> list[dict[str, Any]]:
@@ -155,15 +157,21 @@ def test_error_rows_apart_and_tried_again(
 
 def test_a_message_is_the_one_that_celery_would_send(client: Client, connection: Redis) -> None:
     body = {"model": ADAPTERS[0], "prompt": "w1", "max_tokens": 1}
-    client.app.conf.task_default_queue = queue = "nobody-listens"
+    queue = Queue("nobody-listens", exchange=Exchange(""), routing_key="nobody-listens")
     job = "00000000-0000-0000-0000-00000000000a"
-    flight = Flight(client.app, job, lambda _: queue)
+    flight = Flight(client.app, job, Keys("nobody", 64), lambda _: queue)
     flight.send({"7.0": body, "8.0": body})
     flight.send({"7.0": body, "8.0": body})  # in flight already
     client.app.send_task(
-        "lora_worker.generate", kwargs=body, task_id=flight.task_id("7.0"), priority=9, argsrepr="", kwargsrepr=""
+        "lora_worker.generate",
+        kwargs=body,
+        queue=queue,
+        task_id=flight.task_id("7.0"),
+        priority=9,
+        argsrepr="",
+        kwargsrepr="",
     )
-    (key,) = connection.scan_iter(f"{queue}*")
+    (key,) = connection.scan_iter("nobody-listens*")
     sent = [json.loads(message) for message in connection.lrange(key, 0, -1)]
     assert len(sent) == 3
     by_celery, _, ours = sent

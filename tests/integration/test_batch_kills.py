@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def paced_worker(
     roots = {name: write_paced_adapter(tmp_path / "adapters" / name, name) for name in NAMES}
     paths = ",".join(f"{name}={folder}" for name, folder in roots.items())
     (tmp_path / "worker").mkdir()
-    settings = {"lora_paths": paths, "max_running_requests": 16, "drain_seconds": 1}
+    settings = {"lora_paths": paths, "max_running_requests": 16, "drain_seconds": 1, "lease_seconds": 2}
     with PacedWorkerProcess(own_server, tmp_path / "worker", settings) as worker:
         worker.wait_until_ready()
         yield worker
@@ -73,6 +74,11 @@ def start(server: EmbeddedServer, folder: Path, *arguments: str, answers: int = 
     return batch
 
 
+def is_idle(connection: Redis) -> bool:
+    """Whether no task of a batch waits in a queue or is in a worker's hands."""
+    return not connection.keys("lora*\x06*") and not connection.keys("lora:unacked:*")
+
+
 def generated_rows(worker: WorkerProcess) -> int:
     client = worker.client()
     try:
@@ -106,7 +112,7 @@ def test_answers_that_came_while_nobody_asked_are_collected(paced_worker: PacedW
     server = paced_worker.server
     start(server, tmp_path).kill()
     with Redis(port=server.port) as connection:
-        wait_for(lambda: not connection.keys("lora*\x06*") and not connection.hlen("unacked"), "all of it has ended")
+        wait_for(lambda: is_idle(connection), "all of it has ended")
         waiting = len(connection.keys("celery-task-meta-*"))
     assert waiting >= 100
     before = generated_rows(paced_worker)
@@ -114,6 +120,15 @@ def test_answers_that_came_while_nobody_asked_are_collected(paced_worker: PacedW
     check_complete(tmp_path)
     assert generated_rows(paced_worker) == LINES
     assert before < LINES
+
+
+def test_rows_of_a_killed_worker_come_back(paced_worker: PacedWorkerProcess, tmp_path: Path) -> None:
+    batch = start(paced_worker.server, tmp_path)
+    paced_worker.send_signal(signal.SIGKILL)
+    paced_worker.wait_until_ended()
+    paced_worker.start()
+    assert batch.end().code == 0
+    check_complete(tmp_path)
 
 
 def test_a_restart_of_redis_is_waited_out(paced_worker: PacedWorkerProcess, tmp_path: Path) -> None:
@@ -158,7 +173,7 @@ def test_ctrl_c_once_collects_what_is_in_flight_and_twice_revokes_it(
     assert ended.code == 130
     assert "rows are revoked" in ended.errors
     with Redis(port=server.port) as connection:
-        wait_for(lambda: not connection.hlen("unacked") and not connection.keys("lora*\x06*"), "nothing is left to do")
+        wait_for(lambda: is_idle(connection), "nothing is left to do")
     assert generated_rows(paced_worker) < LINES
 
     assert BatchCommand(server, tmp_path).end().code == 0
