@@ -6,16 +6,19 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench gpu clean
+.PHONY: help demo test test-fleet lint bench gpu clean
 
 help: ## Print the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
 
 demo: $(READY) ## A real worker, a small real model and three adapters, end to end
 	$(BIN)/lora-worker demo
 
 test: $(READY) ## All tests, with what they need
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+test-fleet: $(READY) ## Kills, outages, poison and affinity in a fleet, in full, with their figures
+	$(BIN)/python -m pytest tests/acceptance
 
 lint: $(READY) ## Style, types and import directions
 	$(BIN)/ruff check .

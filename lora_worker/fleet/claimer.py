@@ -75,6 +75,7 @@ class Claimer:
         self._members: Members | None = None
         self._partitions: tuple[list[str], list[str]] = ([], [])
         self._claims_sent = 0
+        self._credit = 0
 
     @property
     def may_claim(self) -> bool:
@@ -94,6 +95,11 @@ class Claimer:
         self._members = members
         return self._partitions
 
+    @property
+    def _is_alone(self) -> bool:
+        members = self._here.members
+        return members is not None and len(members.members) == 1
+
     def is_due(self, now: float) -> bool:
         return self._policy.is_due(now)
 
@@ -102,8 +108,8 @@ class Claimer:
         if self._here.members is None:
             self._policy.wait(now)
             return None
-        load = self._load()
-        return self._prepared(load, self._policy.limits(load, credit, now))
+        load, self._credit = self._load(), credit
+        return self._prepared(load, self._policy.limits(load, credit, now, is_alone=self._is_alone))
 
     def note(self, claim: PreparedClaim, answer: list[Any], taken: int, now: float) -> None:
         """Remember what a claim has brought, before its messages are delivered."""
@@ -122,7 +128,7 @@ class Claimer:
         members = self._here.members
         assert members is not None
         if queue == self._here.keys.inbox:
-            has_room = self._load().rows < self._policy.enough
+            has_room = self._policy.takes_base(self._load(), self._credit, is_alone=self._is_alone) > 0
             return self._forwarder.of_inbox(*task_and_model(*opened()), priority, members, has_room=has_room)
         if queue in (self._here.keys.manage, self._here.keys.base) or not members.has_pins:
             return None

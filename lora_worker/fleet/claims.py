@@ -4,8 +4,8 @@
   the queue to run one adapter's requests together.
 - Others' partitions fill only rows that would stay empty: at once where more than a batch waits in one, else when this
   worker has had nothing to do for `PATIENCE_SECONDS`, by which time an owner with room would have claimed it.
-- Requests for the base model need no look-ahead: they are claimed a little ahead while nothing else waits, and take
-  turns with the partitions otherwise.
+- Requests for the base model need no look-ahead: where there are peers to run them, they are claimed a little ahead
+  while nothing else waits, and take turns with the partitions otherwise.
 - Management tasks, and what of the inbox is only to be forwarded, are claimed whatever the credit.
 """
 
@@ -74,7 +74,11 @@ class Claims:
     def is_due(self, now: float) -> bool:
         return now >= self._next_at
 
-    def limits(self, load: Load, credit: int, now: float) -> Limits:
+    def takes_base(self, load: Load, credit: int, *, is_alone: bool) -> int:
+        """How many more base requests are as well here as with a peer."""
+        return max(0, credit - load.in_hand if is_alone else self.enough - load.rows)
+
+    def limits(self, load: Load, credit: int, now: float, *, is_alone: bool) -> Limits:
         """`credit`: messages the worker may have in hand, as Celery counts it."""
         is_open = not load.is_paused
         ahead = max(0, min(credit - load.in_hand, MOST_CLAIMED)) if is_open else 0
@@ -82,7 +86,7 @@ class Claims:
         is_patient = self._hungry_since is not None and now - self._hungry_since >= PATIENCE_SECONDS
         return Limits(
             ahead=ahead,
-            near=max(0, self.enough - load.rows),
+            near=self.takes_base(load, credit, is_alone=is_alone),
             free=free,
             spill=0 if is_patient else self.rows,
             inbox=MOST_FORWARDED if load.unsettled < MOST_UNSETTLED else 0,

@@ -12,9 +12,12 @@ from redis import Redis
 from support.worker_process import WorkerProcess, wait_for
 
 from lora_worker.embedded import EmbeddedServer
+from lora_worker.fleet.keys import Keys, lists_of
 
 from .conftest import LONG
 from .test_tasks import ENDLESS, SECONDS, running_rows, waiting_rows
+
+KEYS = Keys("lora", 64)
 
 
 @pytest.fixture
@@ -33,7 +36,12 @@ def own_worker(own_server: EmbeddedServer, worker_settings: dict[str, Any], tmp_
 def messages_of(server: EmbeddedServer) -> int:
     """Generate messages that some worker can still take."""
     with Redis(port=server.port) as connection:
-        return int(connection.llen("lora"))
+        return sum(connection.llen(name) for queue in KEYS.queues for name in lists_of(queue))
+
+
+def unacknowledged(connection: Redis) -> int:
+    """Messages that some worker has claimed and not acknowledged."""
+    return sum(connection.hlen(key) for key in connection.keys(KEYS.unacked("*")))
 
 
 def test_redis_away_at_the_start_is_said_and_waited_for(
@@ -112,10 +120,10 @@ def test_a_message_stays_unacknowledged_until_its_result_is_stored(own_worker: W
     row = client.generate(**{**ENDLESS, "max_tokens": LONG - 10})
     with Redis(port=own_worker.server.port) as connection:
         wait_for(lambda: running_rows(client) == 1, "the row runs")
-        assert connection.hlen("unacked") == 1
+        assert unacknowledged(connection) == 1
         client.app.control.revoke(row.id, terminate=True)
         wait_for(lambda: row.state == "REVOKED", "the row is revoked")
-        wait_for(lambda: connection.hlen("unacked") == 0, "the message is acknowledged")
+        wait_for(lambda: unacknowledged(connection) == 0, "the message is acknowledged")
 
 
 def test_rows_go_on_through_a_restart_of_redis(own_worker: WorkerProcess) -> None:

@@ -186,7 +186,7 @@ def test_a_message_that_no_celery_would_send_harms_nobody(client: Client, connec
     producer.release()
     answer = client.generate(prompt="w1", max_tokens=1, temperature=0).get(timeout=SECONDS)
     assert answer["usage"]["completion_tokens"] == 1
-    wait_for(lambda: connection.hlen("unacked") == 0, "all messages are acknowledged")
+    wait_for(lambda: not connection.keys("lora:unacked:*"), "all messages are acknowledged")
 
 
 def test_time_limits_count_from_admission_and_end_the_row_alone(client: Client) -> None:
@@ -209,7 +209,7 @@ def test_revoke_ends_a_running_row_and_no_other(client: Client, connection: Redi
     wait_for(lambda: running_rows(client) == 1, "one row runs")
     assert other.state == "PENDING"
     stop(client, other)
-    wait_for(lambda: connection.hlen("unacked") == 0, "everything is acknowledged")
+    wait_for(lambda: not connection.keys("lora:unacked:*"), "everything is acknowledged")
 
 
 def test_a_waiting_row_that_expires_or_is_revoked_never_runs(client: Client) -> None:

@@ -77,6 +77,17 @@ class WorkerProcess:
 
         wait_for(ready, f"worker ready\n{self.log}")
 
+    @property
+    def has_ended(self) -> bool:
+        assert self.process is not None
+        return self.process.poll() is not None
+
+    def start_again(self) -> None:
+        """After it has ended; returns when it is ready."""
+        count = self.log.count(" ready.")
+        self.start()
+        wait_for(lambda: self.log.count(" ready.") > count, "the worker is ready again")
+
     def send_signal(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.process.send_signal(number)

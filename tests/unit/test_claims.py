@@ -1,0 +1,73 @@
+"""How much a worker claims, in plain numbers."""
+
+from __future__ import annotations
+
+from lora_worker.fleet.claims import ANNOUNCE_SECONDS, MOST_CLAIMED, PATIENCE_SECONDS, Claims, Limits, Load
+
+IDLE = Load(in_hand=0, rows=0, unstarted=0, unsettled=0, is_paused=False)
+
+
+def limits(claims: Claims, load: Load, *, credit: int = 136, now: float = 0.0, is_alone: bool = False) -> Limits:
+    return claims.limits(load, credit, now, is_alone=is_alone)
+
+
+def test_own_work_is_claimed_far_ahead_and_others_for_free_rows_only() -> None:
+    claims = Claims(rows=8)
+    busy = limits(claims, Load(in_hand=100, rows=100, unstarted=92, unsettled=0, is_paused=False))
+    assert (busy.ahead, busy.free, busy.near) == (36, 0, 0)
+    half = limits(claims, Load(in_hand=5, rows=5, unstarted=0, unsettled=0, is_paused=False))
+    assert (half.ahead, half.free, half.near) == (MOST_CLAIMED, 3, 5)
+
+
+def test_with_no_credit_left_management_and_the_inbox_are_claimed_still() -> None:
+    full = limits(Claims(rows=8), Load(in_hand=136, rows=136, unstarted=128, unsettled=0, is_paused=False))
+    assert full.ahead == full.free == 0
+    assert full.inbox > 0
+    assert full.manage > 0
+
+
+def test_base_requests_are_claimed_ahead_by_a_worker_without_peers() -> None:
+    load = Load(in_hand=10, rows=10, unstarted=2, unsettled=0, is_paused=False)
+    assert limits(Claims(rows=8), load).near == 0
+    assert limits(Claims(rows=8), load, is_alone=True).near == 126
+
+
+def test_small_backlogs_of_others_are_left_to_their_owner_for_a_moment() -> None:
+    claims = Claims(rows=8)
+    assert limits(claims, IDLE).spill == 8
+    claims.note(IDLE, 0, now=1.0)
+    assert limits(claims, IDLE, now=1.0 + PATIENCE_SECONDS / 2).spill == 8
+    assert limits(claims, IDLE, now=1.0 + PATIENCE_SECONDS).spill == 0
+    claims.note(IDLE, 3, now=1.2)
+    assert limits(claims, IDLE, now=1.2).spill == 8
+
+
+def test_room_is_announced_once_a_while_and_taken_back() -> None:
+    claims = Claims(rows=8)
+    assert limits(claims, IDLE).room == -1
+    claims.note(IDLE, 0, now=1.0)
+    assert limits(claims, IDLE, now=1.1).room == 10
+    assert limits(claims, IDLE, now=1.2).room == -1
+    assert limits(claims, IDLE, now=1.1 + ANNOUNCE_SECONDS).room == 10
+    claims.note(IDLE, 5, now=2.2)
+    assert limits(claims, IDLE, now=2.3).room == 0
+    assert limits(claims, IDLE, now=2.4).room == -1
+
+
+def test_a_paused_worker_claims_no_rows_and_asks_for_none() -> None:
+    claims = Claims(rows=8)
+    claims.note(IDLE, 0, now=1.0)
+    paused = limits(claims, IDLE._replace(is_paused=True), now=3.0)
+    assert (paused.ahead, paused.free, paused.room, paused.listen) == (0, 0, -1, 0)
+
+
+def test_a_worker_with_room_asks_again_at_once_and_any_other_in_a_while() -> None:
+    claims = Claims(rows=8)
+    claims.note(IDLE, 5, now=100.0)
+    assert claims.is_due(100.0)
+    claims.note(IDLE._replace(rows=50, in_hand=50), 5, now=100.0)
+    assert not claims.is_due(100.0)
+    assert claims.is_due(100.05)
+    claims.note(IDLE, 0, now=200.0)
+    assert not claims.is_due(200.05)  # nothing has come for long
+    assert claims.is_due(200.11)
