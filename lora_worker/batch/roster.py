@@ -12,9 +12,11 @@ from lora_worker.messages import LIST_LORA_ADAPTERS
 
 ANSWER_SECONDS = 10.0
 INSPECT_SECONDS = 3.0
-# Lanes where no worker says how many slots it has; half of the default.
-DEFAULT_LANES = 4
+# Where no worker says how many slots it has: the setting's default.
+DEFAULT_SLOTS = 8
 MOST_LANES = 64
+# With fewer rows in flight than this for each worker, more adapters are sent than there are slots.
+ENOUGH_ROWS = 256
 
 
 class Roster(NamedTuple):
@@ -27,7 +29,16 @@ class Roster(NamedTuple):
     @property
     def lane_count(self) -> int:
         """How many adapters to send side by side: half of the slots, so that a change of adapter finds a free one."""
-        return min(max(1, self.slots // 2), MOST_LANES) if self.workers else DEFAULT_LANES
+        return min(max(1, self.most_models // 2), MOST_LANES)
+
+    @property
+    def most_models(self) -> int:
+        """How many adapters may be in flight at a time, if that is enough rows: one for each slot."""
+        return self.slots or DEFAULT_SLOTS
+
+    @property
+    def enough_rows(self) -> int:
+        return ENOUGH_ROWS * max(1, self.workers)
 
     def is_unknown(self, model: str | None) -> bool:
         return model is not None and self.models is not None and model not in self.models

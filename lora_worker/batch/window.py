@@ -65,7 +65,8 @@ class Window:
         self.is_exhausted = False
 
     def __len__(self) -> int:
-        return len(self._sent)
+        """Tasks in flight, and those whose answers are kept and not yet freed."""
+        return len(self._flight)
 
     @property
     def stalled_seconds(self) -> float:
@@ -87,21 +88,25 @@ class Window:
         has_sent = False
         while not self.is_exhausted and len(self._sent) < self._max_in_flight and self._bytes < MOST_BYTES:
             room = min(self._max_in_flight - len(self._sent), PUBLISH_LINES)
-            lines = _within(self._store.waiting(self._turn, room), PUBLISH_BYTES)
-            self.is_exhausted = not lines
-            if lines:
-                self._publish(self._sendable(lines))
-                self._turn = lines[-1].turn
-                has_sent = True
+            waiting = self._store.waiting(self._turn, room)
+            self.is_exhausted = not waiting
+            lines = self._with_room_in_slots(_within(waiting, PUBLISH_BYTES))
+            if not lines:
+                break
+            self._publish(self._sendable(lines))
+            self._turn = lines[-1].turn
+            has_sent = True
         return has_sent
 
     def collect(self) -> bool:
         """Keep the answers that are there in the store, and free them; whether there were any."""
         has_collected = False
         for answers in self._flight.collect():
+            # One that is no longer here was kept before, and Redis was away when it was to be freed.
+            new = [answer for answer in answers if answer.name in self._sent]
             with self._store.transaction():
-                self._store.finish(self._row(answer) for answer in answers)
-            for answer in answers:
+                self._store.finish(self._row(answer) for answer in new)
+            for answer in new:
                 line = self._sent.pop(answer.name).line
                 self._bytes -= line.length
                 self._tally.landed(line.model)
@@ -123,6 +128,7 @@ class Window:
             missing = self._flight.lost()
             lost, self._suspects = list(missing & self._suspects), missing
             self._flight.forget(lost)
+        self._flight.free([name for name in lost if name not in self._sent])
         self._publish_all(lost)
         return len(lost)
 
@@ -158,6 +164,18 @@ class Window:
             self._bytes += sent[name].line.length
             self._tally.sent(sent[name].line.model)
         self._sent |= sent
+
+    def _with_room_in_slots(self, lines: list[WaitingLine]) -> list[WaitingLine]:
+        """As many of the lines as bring no more adapters into flight than there are slots for.
+
+        An adapter whose rows lie in a queue beside others' would be evicted and loaded again between them.
+        """
+        models = {sent.line.model for sent in self._sent.values()}
+        for i, line in enumerate(lines):
+            models.add(line.model)
+            if len(models) > self._roster.most_models and len(self._sent) + i >= self._roster.enough_rows:
+                return lines[:i]
+        return lines
 
     def _sendable(self, lines: list[WaitingLine]) -> list[WaitingLine]:
         """Without those that are in flight, and those whose adapter nobody has, which get their error row here."""
