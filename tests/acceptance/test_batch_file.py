@@ -16,9 +16,12 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from support.batch_command import BatchCommand, request, write_lines
+from support.batch_command import BatchCommand, read_rows, request, write_lines
 from support.fleet import Fleet
+from support.worker_process import WorkerProcess
 
+from lora_worker.demo.model import prepare_model
+from lora_worker.demo.run import ADAPTERS as DEMO_ADAPTERS
 from lora_worker.embedded import EmbeddedServer
 from lora_worker.testing.adapters import digest_of
 from lora_worker.testing.rows import answer_text
@@ -156,3 +159,44 @@ def test_each_adapter_is_loaded_about_once_for_a_whole_file(
         loads = stats["pool"]["lora"]["pool"]["loads"]
         say(f"{count} shuffled lines, {ADAPTERS} adapters, 8 slots: {loads} loads, {loads / ADAPTERS:.2f} an adapter")
         assert loads <= 1.5 * ADAPTERS
+
+
+@pytest.mark.parametrize("count", [pytest.param(5_000, marks=pytest.mark.slow)])
+def test_thousands_of_lines_through_the_small_real_model(
+    server: EmbeddedServer, tmp_path: Path, say: Say, count: int
+) -> None:
+    names = ["pirate", "json", "sentiment"]
+    settings = {
+        "model": prepare_model(),
+        "lora_paths": ",".join(f"{name}={DEMO_ADAPTERS / name}" for name in names),
+        "max_model_len": 256,
+        "lease_seconds": 5,
+    }
+    lines: list[dict[str, Any]] = [
+        {
+            "custom_id": f"c{i}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": f"Say {i}."}], "max_tokens": 2, "temperature": 0}
+            | ({"model": name} if (name := [*names, None][i * 7 % 4]) else {}),
+        }
+        for i in range(count)
+    ]
+    write_lines(tmp_path / "in.jsonl", lines)
+    (tmp_path / "worker").mkdir()
+    with WorkerProcess(server, tmp_path / "worker", settings) as worker:
+        worker.wait_until_ready()
+        started = time.monotonic()
+        batch = BatchCommand(server, tmp_path)
+        client_bytes = peak_bytes_at_the_end(batch)
+        ended = batch.end()
+        seconds = time.monotonic() - started
+        assert (ended.code, ended.output) == (0, f"{count:,} lines: {count:,} answered, 0 failed.\n"), ended.errors
+        say(
+            f"{count} lines in {seconds:.0f} s; peak memory in MB: client {client_bytes / 1e6:.0f}, "
+            f"worker {peak_bytes(worker.process) / 1e6:.0f}"
+        )
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert [row["custom_id"] for row in rows] == [line["custom_id"] for line in lines]
+    for line, row in zip(lines, rows, strict=True):
+        assert row["response"]["body"]["lora_worker"]["adapter"] == line["body"].get("model")
