@@ -22,6 +22,9 @@ REDIS_ERRORS = (RedisError, OperationalError, ConnectionError)
 # Few enough that answers of a megabyte each still fit into memory.
 FETCH_KEYS = 200
 REVOKE_IDS = 1000
+# A worker that dies between storing an answer and acknowledging its message leaves the message to its peers, who run it
+# once more if they don't find the answer. They have it within the lease, of 15 s by default.
+FREED_SECONDS = 30
 
 
 class Answer(NamedTuple):
@@ -96,11 +99,12 @@ class Flight:
                 yield ended
 
     def free(self, names: Sequence[str]) -> None:
-        """Remove answers that have been kept elsewhere."""
+        """Let go of answers that have been kept elsewhere; Redis removes them after FREED_SECONDS."""
         if not names:
             return
         with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(*(self._task(self.task_id(name)).result_key for name in names))
+            for name in names:
+                pipe.expire(self._task(self.task_id(name)).result_key, FREED_SECONDS)
             pipe.srem(self._key, *names)
             pipe.execute()
         for name in names:
