@@ -72,7 +72,8 @@ def run_batch(options: BatchOptions, connect: Callable[[], Sender], console: Con
     """
     _check_paths(options)
     with open_source(options.source, spool_folder=_folder(options)) as source, closing(Store(options.state)) as store:
-        _begin_or_go_on(store, source, options)
+        with console.status("Reading the input ..."):
+            _begin_or_go_on(store, source, options)
         if options.retry_errors:
             _reopen_errors(store, options)
         tally = _tally(store)
@@ -99,8 +100,10 @@ def _run(
     sender: Sender,
 ) -> None:
     roster = _ask(sender, progress)
-    with store.transaction():
-        store.set_turns(take_turns(store.models(), roster.lane_count), roster.lane_count)
+    if store.get("lanes") != str(roster.lane_count):
+        with store.transaction():
+            store.set_turns(take_turns(store.models(), roster.lane_count), roster.lane_count)
+            store.set(lanes=str(roster.lane_count))
     with closing(sender.flight(store.job)) as flight:
         window = Window(
             store,

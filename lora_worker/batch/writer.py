@@ -8,7 +8,7 @@ from lora_worker.batch.output import Output
 from lora_worker.batch.store import Store
 
 WRITE_SECONDS = 1.0
-WRITE_BYTES = 8 * 1024 * 1024
+WRITE_BYTES = 4 * 1024 * 1024
 
 
 class Writer:
