@@ -13,6 +13,8 @@ from lora_worker.fleet.configuration import worker_configuration
 from lora_worker.fleet.engine_pool import MakeEngine, start_engine
 from lora_worker.settings import Settings
 
+RESULT_BACKEND = "lora_worker.fleet.full_redis:ResultBackend"
+
 
 def make_app(settings: Settings, *, make_engine: MakeEngine = start_engine) -> Celery:
     """The app of these settings. Needs no more than `redis_url`, so Flower and `inspect` need no model.
@@ -21,6 +23,7 @@ def make_app(settings: Settings, *, make_engine: MakeEngine = start_engine) -> C
     """
     made = Celery("lora_worker", set_as_current=False)
     made.conf.update(worker_configuration(settings))
+    made.loader.override_backends = {"redis": RESULT_BACKEND, "rediss": RESULT_BACKEND}
     made.lora_settings = settings
     made.make_lora_engine = make_engine
     return made

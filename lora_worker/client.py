@@ -16,6 +16,7 @@ from lora_worker.batch.flight import Flight
 from lora_worker.batch.stream import MAX_IN_FLIGHT, BatchResult, run_rows
 from lora_worker.fleet.configuration import common_configuration
 from lora_worker.fleet.keys import Keys
+from lora_worker.fleet.revoked import write_revoked
 from lora_worker.fleet.routing import queue_for
 from lora_worker.messages import (
     GENERATE,
@@ -87,6 +88,12 @@ class Client:
         """Every loaded adapter, and where its weights are."""
         return self._send(LIST_LORA_ADAPTERS, {})
 
+    def cancel(self, *task_ids: str) -> None:
+        """Revoke tasks, queued or running: also those that only a worker which starts later will see."""
+        remember = self.app.conf.result_expires
+        write_revoked(self.app.backend.client, self._keys, task_ids, remember_seconds=remember)
+        self.app.control.revoke(list(task_ids), terminate=True)
+
     def batch(self, rows: Iterable[Any], *, max_in_flight: int = MAX_IN_FLIGHT) -> Iterator[BatchResult]:
         """Generate for any number of rows, and yield each row's result as it is ready.
 
@@ -99,7 +106,7 @@ class Client:
 
     def flight(self, job: str) -> Flight:
         """What `batch` and the batch command send by; `job` is a UUID."""
-        return Flight(self.app, job, self._keys, self.queue_of)
+        return Flight(self.app, job, self._keys, queue_of=self.queue_of, cancel=self.cancel)
 
     def queue_of(self, model: Any, task: str = GENERATE) -> Queue:
         """The queue of a model's requests (None: the bare base), or of another task."""

@@ -86,13 +86,17 @@ class GenerateRequest(BaseModel):
 
 
 class AdapterOnWorker(BaseModel):
-    """What one worker does with one adapter; `held` counts the running rows, `last_used` is Unix time."""
+    """What one worker does with one adapter; `held` counts the running rows, `last_used` is Unix time.
+
+    `error` says why this worker refuses the adapter, where it does.
+    """
 
     cached: bool
     resident: bool
     slot: int | None
     held: int
     last_used: float | None
+    error: str | None = None
 
 
 class AdapterStatus(BaseModel):

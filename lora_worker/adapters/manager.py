@@ -30,6 +30,7 @@ class AdapterManager:
     Args:
         post: runs a function on the engine thread.
         on_read_failed: told, on the engine thread, which names can't be served because their files can't be read.
+        locate: the folder of a registered adapter; any thread but the engine's calls it.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class AdapterManager:
         *,
         post: Callable[[Callable[[], None]], None],
         on_read_failed: Callable[[set[str], AdapterError], None],
+        locate: Callable[[AdapterReference], Path] = lambda reference: Path(reference.source),
     ) -> None:
         self.registry = registry
         self.cache = cache
@@ -48,8 +50,10 @@ class AdapterManager:
         self.planner = planner
         self._post = post
         self._on_read_failed = on_read_failed
+        self._locate = locate
         self._reading: set[str] = set()
         self._read_after: dict[str, float] = {}  # by digest, after a read that failed
+        self._read_errors: dict[str, str] = {}  # likewise, until a read succeeds
         self._readers = ThreadPoolExecutor(READER_THREADS, "adapter-reader")
 
     # Registered names ----------------------------------------------------------------------------
@@ -75,9 +79,16 @@ class AdapterManager:
         before = self.registry.register(reference, replace_content=replace)
         self._update_pins()
         self.cache.put(adapter, self._is_pinned)
-        if before is not None and before.digest != adapter.digest:
+        if before is not None:
             self._forget_if_unused(before.digest)
         return reference
+
+    def register_reference(self, reference: AdapterReference) -> None:
+        """Make an adapter known that another worker has checked; its files are read when it is first needed."""
+        before = self.registry.register(reference, replace_content=True)
+        self._update_pins()
+        if before is not None:
+            self._forget_if_unused(before.digest)
 
     def unregister(self, name: str, *, force: bool) -> AdapterReference | None:
         """Hide the name at once; its memory comes back when the last row that holds it has ended."""
@@ -93,7 +104,7 @@ class AdapterManager:
 
     def read_again(self, reference: AdapterReference) -> HostAdapter:
         """The weights of a registered adapter from its folder; any thread but the engine's may call it."""
-        adapter = self.planner.load(reference.name, Path(reference.source)).adapter
+        adapter = self.planner.load(reference.name, self._locate(reference)).adapter
         _check_digest(reference, adapter)
         return adapter
 
@@ -162,18 +173,20 @@ class AdapterManager:
                 bytes=reference.nbytes,
                 pinned=reference.pinned,
                 report=asdict(reference.report),
-                workers={worker_name: self._here(reference.digest)},
+                workers={worker_name: self.here(reference.digest)},
             ).model_dump()
             for reference in self.registry
         }
 
-    def _here(self, digest: str) -> AdapterOnWorker:
+    def here(self, digest: str) -> AdapterOnWorker:
+        """Where the weights of one content are on this worker."""
         return AdapterOnWorker(
             cached=digest in self.cache,
             resident=digest in self.pool,
             slot=self.pool.slot(digest) if digest in self.pool else None,
             held=self.pool.held(digest),
             last_used=self.pool.last_used(digest),
+            error=self._read_errors.get(digest),
         )
 
     def pool_info(self, policy: str) -> dict[str, Any]:
@@ -225,6 +238,7 @@ class AdapterManager:
     def _forget_if_unused(self, digest: str) -> None:
         if self.registry.has_digest(digest):
             return
+        self._read_errors.pop(digest, None)
         self.cache.drop(digest)
         if digest in self.pool and not self.pool.held(digest):
             self.pool.remove(digest)
@@ -251,12 +265,15 @@ class AdapterManager:
 
     def _read_done(self, adapter: HostAdapter) -> None:
         self._reading.discard(adapter.digest)
+        self._read_errors.pop(adapter.digest, None)
         if self.registry.has_digest(adapter.digest):
             self.cache.put(adapter, self._is_pinned)
 
     def _read_failed(self, digest: str, error: AdapterError) -> None:
         self._reading.discard(digest)
         self._read_after[digest] = time.monotonic() + READ_AGAIN_SECONDS
+        if self.registry.has_digest(digest):
+            self._read_errors[digest] = str(error)
         logger.error("An adapter is not served: %s", error)
         self._on_read_failed(_names(self.registry, digest), error)
 

@@ -36,7 +36,11 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class AdapterReference:
-    """A registered adapter: its name, and the identity (content digest) and origin of what the name stands for."""
+    """A registered adapter: its name, and the identity (content digest) and origin of what the name stands for.
+
+    `source` is the folder it was read from. One that another worker registered has a `lora_path` too, by which its
+    files are looked for under this worker's own adapter roots.
+    """
 
     name: str
     source: str
@@ -46,6 +50,7 @@ class AdapterReference:
     nbytes: int
     pinned: bool
     report: LoadReport
+    lora_path: str | None = None
 
 
 def check_name(name: Any) -> str:

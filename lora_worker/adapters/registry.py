@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lora_worker.adapters.reference import AdapterReference
@@ -30,7 +30,7 @@ class AdapterRegistry:
         try:
             return self._references[name]
         except KeyError:
-            raise UnknownAdapterError(self._unknown(name)) from None
+            raise unknown_adapter(name, self._references, self._base_name) from None
 
     def register(self, reference: AdapterReference, *, replace_content: bool) -> AdapterReference | None:
         """Register; returns what the name stood for before.
@@ -64,8 +64,12 @@ class AdapterRegistry:
     def pinned_digests(self) -> set[str]:
         return {reference.digest for reference in self if reference.pinned}
 
-    def _unknown(self, name: str) -> str:
-        names = sorted(self._references)
-        shown = ", ".join(names[:NAMES_SHOWN]) or "none"
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        return f"unknown adapter {name!r}: loaded adapters are {shown}{more}; the base model is {self._base_name!r}"
+
+def unknown_adapter(name: str, known: Iterable[str], base_name: str) -> UnknownAdapterError:
+    """The error that says so, with what is known."""
+    names = sorted(known)
+    shown = ", ".join(names[:NAMES_SHOWN]) or "none"
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return UnknownAdapterError(
+        f"unknown adapter {name!r}: loaded adapters are {shown}{more}; the base model is {base_name!r}"
+    )

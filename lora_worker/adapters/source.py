@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from lora_worker.adapters.reference import AdapterReference
 from lora_worker.errors import InvalidAdapterError
 
 # What of a folder or a repository is an adapter.
@@ -51,6 +52,24 @@ def resolve_operator_path(name: str, lora_path: str | None, roots: Sequence[Path
         return _from_hub(name, lora_path)
     looked = ", ".join(str(candidate) for candidate in candidates) or "nowhere, since adapter_roots is empty"
     raise InvalidAdapterError(f"the adapter {name!r} has no folder (looked at: {looked}); give the path of its folder")
+
+
+def locate(reference: AdapterReference, roots: Sequence[Path], *, allow_hub: bool = False) -> Path:
+    """The folder of a registered adapter on this machine; another worker's may have its roots elsewhere."""
+    if reference.lora_path is None:
+        return Path(reference.source)
+    if any(_under_root(reference.source, root) for root in roots):
+        return resolve_task_path(reference.name, reference.source, roots)
+    return resolve_task_path(reference.name, reference.lora_path, roots, allow_hub=allow_hub)
+
+
+def portable_path(lora_path: str | None, folder: Path, roots: Sequence[Path]) -> str:
+    """What other workers are told of an adapter's place: relative to its root, a hub's id, or the folder itself."""
+    for root in (root.resolve() for root in roots):
+        if folder.is_relative_to(root):
+            return str(folder.relative_to(root))
+    is_hub_id = lora_path is not None and not Path(lora_path).exists() and HUB_ID.fullmatch(lora_path)
+    return str(lora_path) if is_hub_id else str(folder)
 
 
 def _under_root(lora_path: str, root: Path) -> Path | None:

@@ -52,12 +52,22 @@ class Flight:
         job: the batch's id, a UUID.
         keys: the fleet's names in Redis.
         queue_of: the queue of a model's requests.
+        cancel: revokes the tasks of these ids, wherever they are.
     """
 
-    def __init__(self, app: Celery, job: str, keys: Keys, queue_of: Callable[[str | None], Queue]) -> None:
+    def __init__(
+        self,
+        app: Celery,
+        job: str,
+        keys: Keys,
+        *,
+        queue_of: Callable[[str | None], Queue],
+        cancel: Callable[..., None],
+    ) -> None:
         self._app = app
         self._job = uuid.UUID(job)
         self._queue_of = queue_of
+        self._cancel = cancel
         self._redis = app.backend.client
         self._key = keys.batch(job)
         self._keys = keys
@@ -134,7 +144,7 @@ class Flight:
         names = self.names
         for i in range(0, len(names), REVOKE_IDS):
             part = names[i : i + REVOKE_IDS]
-            self._app.control.revoke([self._in_flight[name].id for name in part], terminate=True)
+            self._cancel(*(self._in_flight[name].id for name in part))
             self.free(part)
 
     def lost(self) -> set[str]:

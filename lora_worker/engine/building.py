@@ -14,6 +14,7 @@ from lora_worker.adapters.host_cache import HostCache
 from lora_worker.adapters.manager import AdapterManager
 from lora_worker.adapters.plan import AdapterPlanner
 from lora_worker.adapters.registry import AdapterRegistry
+from lora_worker.adapters.source import locate
 from lora_worker.engine.blocks import BlockManager
 from lora_worker.engine.core import EngineCore
 from lora_worker.engine.model_runner import ModelRunner
@@ -66,6 +67,7 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
         ),
         post=post,
         on_read_failed=lambda names, error: core.fail_waiting(names, error),
+        locate=lambda reference: locate(reference, settings.adapter_roots, allow_hub=settings.allow_hub),
     )
     scheduler = Scheduler(
         blocks,

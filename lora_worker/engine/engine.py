@@ -18,6 +18,7 @@ from typing import Any, Self
 from lora_worker.adapters.reference import check_name
 from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
 from lora_worker.engine.building import build
+from lora_worker.engine.registered import RegisteredAdapters
 from lora_worker.engine.requests import RequestReader, ResponseWriter, RowOptions
 from lora_worker.engine.sequence import Finished
 from lora_worker.engine.thread import EngineThread, Inbox
@@ -70,6 +71,8 @@ class Engine:
         self._is_closing = False
         self._last_info: dict[str, Any] = {}
         self._thread = EngineThread(self._core, inbox, on_broken=on_broken)
+        # For a fleet, whose registry is in Redis; it goes past the registry that the methods here change.
+        self.registered = RegisteredAdapters(self._core, self._thread, settings)
         try:
             self._load_configured()
         except BaseException:

@@ -21,6 +21,8 @@ from lora_worker.fleet.claimer import PROMOTED
 from lora_worker.fleet.daemons import DaemonThreads
 from lora_worker.fleet.member import current_member
 from lora_worker.fleet.pool_in_fleet import PoolInFleet
+from lora_worker.fleet.registry import FleetRegistry
+from lora_worker.fleet.registry_in_fleet import join_registry
 from lora_worker.fleet.request import FleetRequest
 from lora_worker.fleet.task_row import TaskRow
 from lora_worker.fleet.transport import DEATHS, RESTORED
@@ -42,11 +44,11 @@ MakeEngine = Callable[..., Any]
 _current: list[EnginePool] = []
 
 
-def current_engine() -> Engine:
-    """The engine of this worker process; EngineStoppedError where none runs."""
+def current_registry() -> FleetRegistry:
+    """The fleet's registry, as this worker process has it; EngineStoppedError where no engine runs."""
     if not _current:
         raise EngineStoppedError("the engine of this worker has stopped, or the task runs outside of a worker")
-    return _current[-1].engine
+    return _current[-1].registry
 
 
 def start_engine(settings: Settings, *, worker_name: str | None, on_broken: Callable[[], None]) -> Engine:
@@ -75,6 +77,7 @@ class EnginePool(BasePool):
         self._is_stopping = False
         self.engine: Engine
         self.fleet: PoolInFleet
+        self.registry: FleetRegistry
 
     def on_start(self) -> None:
         self._does_debug = False  # Celery would log every task's arguments at DEBUG
@@ -91,7 +94,9 @@ class EnginePool(BasePool):
         assert member is not None, "the pool starts in a worker only"
         member.on_refused = _refuse
         self.fleet = PoolInFleet(self, member)
+        self.registry = join_registry(member, self.engine.registered, self.engine.worker_name)
         member.join()
+        self.registry.start()
 
     def on_apply(
         self,
@@ -132,14 +137,16 @@ class EnginePool(BasePool):
 
     def submit(self, row: TaskRow) -> None:
         """Give a row to the engine."""
-        self.engine.submit(
-            row.body,
-            row.on_done,
-            request_id=row.task_id,
-            priority=row.priority,
-            time_limit_seconds=row.time_limit_seconds,
-            may_start=row.may_start,
-            on_started=row.on_started,
+        row.submit(
+            lambda: self.engine.submit(
+                row.body,
+                row.on_done,
+                request_id=row.task_id,
+                priority=row.priority,
+                time_limit_seconds=row.time_limit_seconds,
+                may_start=row.may_start,
+                on_started=row.on_started,
+            )
         )
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
@@ -166,6 +173,7 @@ class EnginePool(BasePool):
         if self in _current:
             _current.remove(self)
             self.engine.close()
+            self.registry.stop()
             # A moment for what the engine has just failed; with Redis away it is left, and its messages come again.
             end = time.monotonic() + CLOSE_SECONDS
             while (self._finishers.unfinished or self._managers.unfinished) and time.monotonic() < end:

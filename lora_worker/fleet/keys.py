@@ -35,6 +35,12 @@ class Keys:
         self.fleet = f"{prefix}:fleet"
         # Hash: id of a worker with nothing to do -> rows it could take, and when it said so.
         self.idle = f"{prefix}:idle"
+        # Sorted set: ids of revoked tasks -> when that was, in Redis's time.
+        self.revoked = f"{prefix}:revoked"
+        # Hash: an adapter's name -> its entry in the registry, JSON.
+        self.registry = f"{prefix}:registry"
+        # Sorted set: the names that were ever registered, by the number of their last change.
+        self.registry_changes = f"{prefix}:registry:changes"
         # The number of the fleet registry's last change.
         self.generation = f"{prefix}:registry:generation"
 

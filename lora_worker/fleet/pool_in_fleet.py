@@ -56,7 +56,10 @@ class PoolInFleet:
         self._member = member
         self._settings = member.settings
         self._ledger = member.unacknowledged
-        self._quarantine = Quarantine(run=pool.submit, others=lambda: len(self._pool.rows) - len(self._quarantine))
+        self._quarantine = Quarantine(
+            run=lambda row: pool.run_later(lambda: self._run_suspect(row)),
+            others=lambda: len(self._pool.rows) - len(self._quarantine),
+        )
         member.worked_on = lambda: pool.worked_on
         member.on_foreign = self._abandon
         member.descriptions.append(self._describe)
@@ -72,10 +75,12 @@ class PoolInFleet:
         """Let a row that was claimed run, wait its turn, or end at once."""
         if deaths > self._settings.max_redeliveries:
             row.on_done(raiser(_poisoned(row.task_id, deaths)))
-        elif self._pool.is_draining or (self._quarantine.is_active and deaths < self._settings.max_redeliveries):
+        elif deaths == self._settings.max_redeliveries:
+            self._isolate(row, deaths)
+        elif self._pool.is_draining or self._quarantine.is_active:
             self._give_back(row)
         elif row.is_suspect:
-            self._pool.run_later(lambda: self._admit_suspect(row, deaths))
+            self._pool.run_later(lambda: self._run_suspect(row))
         else:
             self._pool.submit(row)
 
@@ -106,19 +111,26 @@ class PoolInFleet:
 
     # ---------------------------------------------------------------------------------------------
 
-    def _admit_suspect(self, row: TaskRow, deaths: int) -> None:
-        """A worker died that had it in hand: it may be done already, and it may be what killed it."""
-        if row.has_result():
+    def _isolate(self, row: TaskRow, deaths: int) -> None:
+        """Run it with nothing beside it."""
+        logger.warning("%s was running when %d workers died; it runs with nothing beside it.", row.task_id, deaths)
+        self._quarantine.add(row)
+        for other in self._pool.rows:
+            if not self._quarantine.has(other):
+                self._give_back(other)
+
+    def _run_suspect(self, row: TaskRow) -> None:
+        """A worker died that had it in hand: it may be done already. Asks Redis."""
+        try:
+            is_done = row.has_result()
+        except Exception:
+            logger.exception("Whether %s has a result could not be found out; it runs.", row.task_id)
+            is_done = False
+        if is_done:
             logger.info("The result of %s is there already; it is not run again.", row.task_id)
             row.acknowledge()
-        elif deaths < self._settings.max_redeliveries:
-            self._pool.submit(row)
         else:
-            logger.warning("%s was running when %d workers died; it runs with nothing beside it.", row.task_id, deaths)
-            self._quarantine.add(row)
-            for other in self._pool.rows:
-                if other is not row and not self._quarantine.has(other):
-                    self._give_back(other)
+            self._pool.submit(row)
 
     def _give_back(self, row: TaskRow) -> None:
         """To the front of its queue, if it has not started."""

@@ -29,6 +29,13 @@ class FleetRequest(PrivateRequest):
             member.unacknowledged.acknowledge(self.tag)
             self.acknowledged = True
 
+    def give_back(self) -> None:
+        """The message goes to the front of the queue it came from."""
+        member = current_member()
+        if member is not None:
+            member.unacknowledged.give_back(self.tag)
+        self.let_go()
+
     def let_go(self) -> None:
         """Celery is to forget it: the message is another worker's, or somebody's later."""
         self.acknowledged = True

@@ -52,6 +52,7 @@ class Steward:
         self._is_draining = False
         self._said: tuple[bool, list[str]] | None = None
         self._read_members = redis.register_script(script("members"))
+        self._write_report = redis.register_script(script("report"))
         self._restore = redis.register_script(script("restore"))
         self._wake = threading.Event()
         self._is_ended = False
@@ -125,17 +126,12 @@ class Steward:
         report = self._describe()
         pinned = sorted(report.get("pinned", []))
         name = self._keys.worker(self._worker_id)
-        with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hset(
-                name,
-                mapping={
-                    "report": json.dumps(report),
-                    "pinned": json.dumps(pinned),
-                    "draining": "1" if self._is_draining else "",
-                },
-            )
-            pipe.expire(name, REPORT_EXPIRES_SECONDS)
-            if self._said not in (None, (self._is_draining, pinned)):
-                pipe.hincrby(self._keys.fleet, "members", 1)
-            pipe.execute()
+        is_news = self._said not in (None, (self._is_draining, pinned))
+        fields = {
+            "report": json.dumps(report),
+            "pinned": json.dumps(pinned),
+            "draining": "1" if self._is_draining else "",
+        }
+        values = [word for field in fields.items() for word in field]
+        self._write_report(keys=[name, self._keys.fleet], args=[REPORT_EXPIRES_SECONDS, int(is_news), *values])
         self._said = (self._is_draining, pinned)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from celery import Task
 from celery.exceptions import Reject, SoftTimeLimitExceeded, TimeLimitExceeded
 from pydantic import ConfigDict, ValidationError, validate_call
+from redis.exceptions import RedisError
 
-from lora_worker.errors import EngineStoppedError, InvalidRequestError, LoraWorkerError
-from lora_worker.fleet.engine_pool import current_engine
-
-if TYPE_CHECKING:
-    from lora_worker.engine import Engine
+from lora_worker.errors import AdapterError, EngineStoppedError, InvalidRequestError, LoraWorkerError
+from lora_worker.fleet.engine_pool import current_registry
+from lora_worker.fleet.registry import FleetRegistry
+from lora_worker.fleet.task_row import REDIS_ERRORS
 
 T = TypeVar("T")
 
 
 class LoraTask(Task):
-    """A task whose arguments are nobody else's business, on this worker's engine."""
+    """A task whose arguments are nobody else's business, in a worker."""
 
     # Errors that a request or an adapter causes are logged as one line, without a traceback.
     throws = (LoraWorkerError, SoftTimeLimitExceeded, TimeLimitExceeded)
@@ -29,8 +29,8 @@ class LoraTask(Task):
     runs_in_engine = False
 
     @property
-    def engine(self) -> Engine:
-        return current_engine()
+    def registry(self) -> FleetRegistry:
+        return current_registry()
 
 
 def checked(function: Callable[..., T]) -> Callable[..., T]:
@@ -44,6 +44,10 @@ def checked(function: Callable[..., T]) -> Callable[..., T]:
         except EngineStoppedError as error:
             # The worker is stopping; another one, or this one later, does it.
             raise Reject(str(error), requeue=True) from None
+        except REDIS_ERRORS as error:
+            raise Reject(f"Redis is away ({error})", requeue=True) from None
+        except RedisError as error:
+            raise AdapterError(f"Redis refuses the change of the registry ({error})") from None
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise InvalidRequestError(f"the argument {first['loc'][0]!r} is wrong: {first['msg']}") from None

@@ -109,7 +109,8 @@ class TaskRow:
         self._run_trace = run_trace
         self._soft_limit = soft_limit
         self._hard_limit = hard_limit
-        self._lock = threading.Lock()
+        # Reentrant, since an engine may call `on_done` from within its `submit`.
+        self._lock = threading.RLock()
         self._is_starting = False
         self._is_accepted = False
         self._is_finished = False
@@ -131,6 +132,12 @@ class TaskRow:
                 self._requests.append(request)
             return not self._is_finished
 
+    def submit(self, submit: Callable[[], Any]) -> None:
+        """Give it to the engine, unless it was withdrawn before it came to that."""
+        with self._lock:
+            if not self._is_finished:
+                submit()
+
     def may_start(self) -> bool:
         """Whether the task is still wanted: not handed back, revoked or expired."""
         with self._lock:
@@ -149,6 +156,8 @@ class TaskRow:
         self._pool.run_later(self._accept)
 
     def on_done(self, outcome: Outcome) -> None:
+        with self._lock:
+            self._is_starting = True  # and has ended: its message can't be handed back any more
         self._pool.run_later(lambda: self._finish(outcome))
 
     def terminate(self, signal: int | None = None) -> None:  # noqa: ARG002 - Celery's signature; there is no process
@@ -230,7 +239,8 @@ class TaskRow:
         if result is None:
             # Revoked or expired: Celery stores that and acknowledges. Cancelled by a shutdown: the message goes back.
             for request in self._take_requests():
-                request.revoked()
+                if not request.revoked():
+                    request.give_back()
             return
         _finished[self.task_id] = _Finished(result, self._run_seconds)
         try:

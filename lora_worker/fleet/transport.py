@@ -13,6 +13,7 @@ from typing import Any
 from kombu.transport import redis, virtual
 from kombu.utils.json import dumps
 
+from lora_worker.fleet.full_redis import BindingChannel
 from lora_worker.fleet.keys import list_of
 from lora_worker.fleet.member import FleetMember, current_member
 
@@ -69,7 +70,7 @@ class QoS(redis.QoS):
         """Nothing: leases take the place of the visibility timeout."""
 
 
-class Channel(redis.Channel):
+class Channel(BindingChannel):
     """A channel of a worker's."""
 
     QoS = QoS

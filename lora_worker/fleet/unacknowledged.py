@@ -27,8 +27,13 @@ BATCH = 256
 RETRY_SECONDS = (0.1, 2.0)  # the first wait while Redis is away, and the longest
 LOOK_SECONDS = 0.01
 
-# Removing first lets a full Redis take the mark.
-MARK = "redis.call('SREM', KEYS[1], unpack(ARGV)); return redis.call('SADD', KEYS[1], unpack(ARGV))"
+# What is no longer this worker's gets no mark. Removing first lets a full Redis take it.
+MARK = """
+redis.call('SREM', KEYS[2], unpack(ARGV))
+for _, tag in ipairs(ARGV) do
+  if redis.call('HEXISTS', KEYS[1], tag) == 1 then redis.call('SADD', KEYS[2], tag) end
+end
+"""
 
 
 class _Mark(NamedTuple):
@@ -121,7 +126,7 @@ class Unacknowledged:
 
     def mark_started_now(self, redis: Redis, tags: list[str]) -> None:
         """The same, and in Redis when this returns; raises RedisError."""
-        self._mark(keys=[self._started], args=tags, client=redis)
+        self._mark(keys=[self._unacked, self._started], args=tags, client=redis)
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything is settled; False where it took too long."""
@@ -170,7 +175,7 @@ class Unacknowledged:
         done = [operation.tag for operation in operations if isinstance(operation, _Acknowledge)]
         moved = [word for operation in operations if isinstance(operation, _Move) for word in operation]
         if marked:
-            self._mark(keys=[self._started], args=marked)
+            self._mark(keys=[self._unacked, self._started], args=marked)
         if done:
             self._redis.hdel(self._unacked, *done)
             self._redis.srem(self._started, *done)

@@ -6,16 +6,15 @@ import hashlib
 import json
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lora_worker.adapters.eviction import make_policy
 from lora_worker.adapters.reference import AdapterReference, LoadReport
 from lora_worker.adapters.registry import AdapterRegistry
-from lora_worker.adapters.source import FILES
-from lora_worker.errors import AdapterConflictError, InvalidAdapterError
-from lora_worker.messages import AdapterOnWorker, AdapterStatus
+from lora_worker.adapters.source import FILES, locate
+from lora_worker.errors import InvalidAdapterError
+from lora_worker.messages import AdapterOnWorker
 from lora_worker.settings import Settings
 
 BYTES_PER_RANK = 1024
@@ -54,27 +53,18 @@ class PacedAdapters:
         self._ready_at: dict[str, float] = {}  # by digest, in the order of the slots' last loads
         self._unused: set[str] = set()  # loaded, and no row has started with it since
         self._held: Counter[str] = Counter()
+        self._errors: dict[str, str] = {}  # by digest, until its files are right
         self._last_used: dict[str, float] = {}
 
-    def register(self, reference: AdapterReference, *, replace: bool) -> None:
-        if reference.pinned:
-            self.check_pin(reference.name, reference.digest)
-        before = self.registry.register(reference, replace_content=replace)
+    def register(self, reference: AdapterReference) -> None:
+        before = self.registry.register(reference, replace_content=True)
         if before is not None:
             self._free_if_unused(before.digest)
 
-    def unregister(self, name: str, *, force: bool) -> AdapterReference | None:
-        if name in self.registry and self.registry.get(name).pinned and not force:
-            raise AdapterConflictError(f"the adapter {name!r} is pinned; unpin it first, or unload with force=True")
+    def unregister(self, name: str) -> None:
         removed = self.registry.remove(name)
         if removed is not None:
             self._free_if_unused(removed.digest)
-        return removed
-
-    def check_pin(self, name: str, digest: str) -> None:
-        pinned = {r.digest for r in self.registry if r.pinned and r.name != name} | {digest}
-        if len(pinned) >= self._settings.max_loras_per_batch:
-            raise AdapterConflictError(f"pinning {name!r} would leave no slot unpinned; raise max_loras_per_batch")
 
     def prepare(self, reference: AdapterReference) -> float | None:
         """When the adapter is in a slot, on the monotonic clock; None where every slot is held or pinned.
@@ -85,7 +75,7 @@ class PacedAdapters:
         if digest not in self._ready_at:
             if not self._make_room():
                 return None
-            _check_files(reference)
+            self._check_files(reference)
             self.counts["loads"] += 1
             self._policy.added(digest)
             self._ready_at[digest] = time.monotonic() + self._load_seconds
@@ -104,20 +94,17 @@ class PacedAdapters:
         self._held[digest] -= 1
         self._free_if_unused(digest)
 
-    def status(self, worker_name: str) -> dict[str, dict[str, Any]]:
+    def here(self, digest: str) -> AdapterOnWorker:
         """As the real engine's."""
-        return {
-            reference.name: AdapterStatus(
-                source=reference.source,
-                digest=reference.digest,
-                rank=reference.rank,
-                bytes=reference.nbytes,
-                pinned=reference.pinned,
-                report=asdict(reference.report),
-                workers={worker_name: self._here(reference.digest)},
-            ).model_dump()
-            for reference in self.registry
-        }
+        is_resident = digest in self._ready_at
+        return AdapterOnWorker(
+            cached=is_resident,
+            resident=is_resident,
+            slot=list(self._ready_at).index(digest) if is_resident else None,
+            held=self._held[digest],
+            last_used=self._last_used.get(digest),
+            error=self._errors.get(digest),
+        )
 
     def info(self) -> dict[str, Any]:
         """As the real engine's, but for memory."""
@@ -138,15 +125,19 @@ class PacedAdapters:
 
     # ---------------------------------------------------------------------------------------------
 
-    def _here(self, digest: str) -> AdapterOnWorker:
-        is_resident = digest in self._ready_at
-        return AdapterOnWorker(
-            cached=is_resident,
-            resident=is_resident,
-            slot=list(self._ready_at).index(digest) if is_resident else None,
-            held=self._held[digest],
-            last_used=self._last_used.get(digest),
-        )
+    def _check_files(self, reference: AdapterReference) -> None:
+        digest = reference.digest
+        self._errors.pop(digest, None)
+        try:
+            found = digest_of(locate(reference, self._settings.adapter_roots))
+            if found != digest:
+                raise InvalidAdapterError(
+                    f"the files of the adapter {reference.name!r} in {reference.source} have changed since it was "
+                    f"loaded (digest {digest[:12]}, now {found[:12]}); load it again with replace=True"
+                )
+        except InvalidAdapterError as error:
+            self._errors[digest] = str(error)
+            raise
 
     def _make_room(self) -> bool:
         if len(self._ready_at) < self._settings.max_loras_per_batch:
@@ -168,12 +159,3 @@ class PacedAdapters:
         self._policy.removed(digest)
         del self._ready_at[digest]
         self._unused.discard(digest)
-
-
-def _check_files(reference: AdapterReference) -> None:
-    found = digest_of(Path(reference.source))
-    if found != reference.digest:
-        raise InvalidAdapterError(
-            f"the files of the adapter {reference.name!r} in {reference.source} have changed since it was loaded "
-            f"(digest {reference.digest[:12]}, now {found[:12]}); load it again with replace=True"
-        )

@@ -6,20 +6,17 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
-from lora_worker.adapters.reference import check_name
-from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
+from lora_worker.adapters.source import resolve_operator_path
 from lora_worker.errors import (
-    AdapterTimeoutError,
     LoraWorkerError,
     RequestWithdrawnError,
-    UnknownAdapterError,
 )
 from lora_worker.messages import parse_generate
 from lora_worker.settings import Settings
 from lora_worker.testing.adapters import PacedAdapters, read_reference
+from lora_worker.testing.registered import PacedRegistered
 from lora_worker.testing.rows import Outcome, Row, raiser
 from lora_worker.testing.schedule import RowSchedule
 
@@ -43,9 +40,9 @@ class PacedEngine:
             tokens_per_second=float(os.environ.get("PACED_TOKENS_PER_SECOND", "100")),
         )
         for entry in settings.lora_paths:
-            self.load_lora_adapter(entry.lora_name, entry.lora_path, pinned=entry.pinned)
-
-    # Generation ----------------------------------------------------------------------------------
+            folder = resolve_operator_path(entry.lora_name, entry.lora_path, settings.adapter_roots)
+            self._adapters.register(read_reference(entry.lora_name, folder, pinned=entry.pinned))
+        self.registered = PacedRegistered(self._adapters, self._rows, settings)
 
     def submit(
         self,
@@ -78,66 +75,6 @@ class PacedEngine:
     def close(self) -> None:
         self._rows.close()
 
-    # Adapters ------------------------------------------------------------------------------------
-
-    def load_lora_adapter(
-        self,
-        lora_name: str,
-        lora_path: str | None,
-        *,
-        pinned: bool = False,
-        replace: bool = False,
-        within_roots: bool = False,
-    ) -> dict[str, Any]:
-        check_name(lora_name)
-        roots = self.settings.adapter_roots
-        folder = (
-            resolve_task_path(lora_name, str(lora_path), roots)
-            if within_roots
-            else resolve_operator_path(lora_name, lora_path, roots)
-        )
-        reference = read_reference(lora_name, folder, pinned=pinned)
-        with self._rows.changed:
-            self._adapters.register(reference, replace=replace)
-        return {"lora_name": lora_name, "report": asdict(reference.report), **self._success()}
-
-    def unload_lora_adapter(
-        self, lora_name: str, *, force: bool = False, timeout_seconds: float | None = None
-    ) -> dict[str, Any]:
-        with self._rows.changed:
-            removed = self._adapters.unregister(check_name(lora_name), force=force)
-            if removed is not None:
-                error = UnknownAdapterError(f"the adapter {lora_name!r} was unloaded before the request started")
-                self._rows.fail(error, lambda row: row.adapter_name == lora_name and row.adapter is None)
-            rows = {row.request_id for row in self._rows.running.values() if row.adapter_name == lora_name}
-            if not self._rows.changed.wait_for(lambda: not rows & set(self._rows.running), timeout_seconds):
-                raise AdapterTimeoutError(f"rows that use the adapter {lora_name!r} run after {timeout_seconds} s")
-        result = self._success()
-        return result if removed else result | {"message": f"the adapter {lora_name!r} was not loaded"}
-
-    def pin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
-        with self._rows.changed:
-            self._adapters.check_pin(lora_name, self._adapters.registry.get(check_name(lora_name)).digest)
-            self._adapters.registry.set_pinned(lora_name, pinned=True)
-        return self._success()
-
-    def unpin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
-        registry = self._adapters.registry
-        with self._rows.changed:
-            was_pinned = check_name(lora_name) in registry and registry.get(lora_name).pinned
-            if was_pinned:
-                registry.set_pinned(lora_name, pinned=False)
-        return self._success() if was_pinned else self._success() | {"message": f"{lora_name!r} was not pinned"}
-
-    def list_lora_adapters(self) -> dict[str, Any]:
-        with self._rows.changed:
-            return self._adapters.status(self.worker_name)
-
-    def loaded_adapters(self) -> dict[str, str]:
-        return self._adapters.registry.loaded()
-
-    # State ---------------------------------------------------------------------------------------
-
     def info(self) -> dict[str, Any]:
         with self._rows.changed:
             return {
@@ -152,8 +89,3 @@ class PacedEngine:
     def check_integrity(self) -> None:
         with self._rows.changed:
             self._rows.check_integrity()
-
-    # ---------------------------------------------------------------------------------------------
-
-    def _success(self) -> dict[str, Any]:
-        return {"success": True, "loaded_adapters": self.loaded_adapters()}

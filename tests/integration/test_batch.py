@@ -160,7 +160,7 @@ def test_a_message_is_the_one_that_celery_would_send(client: Client, connection:
     body = {"model": ADAPTERS[0], "prompt": "w1", "max_tokens": 1}
     queue = Queue("nobody-listens", exchange=Exchange(""), routing_key="nobody-listens")
     job = "00000000-0000-0000-0000-00000000000a"
-    flight = Flight(client.app, job, Keys("nobody", 64), lambda _: queue)
+    flight = Flight(client.app, job, Keys("nobody", 64), queue_of=lambda _: queue, cancel=client.cancel)
     flight.send({"7.0": body, "8.0": body})
     flight.send({"7.0": body, "8.0": body})  # in flight already
     client.app.send_task(

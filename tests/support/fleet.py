@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from celery import Celery
+from celery.result import AsyncResult
 from redis import Redis
 
 from lora_worker.client import Client
@@ -36,10 +38,24 @@ class Sent(NamedTuple):
 
 
 class Fleet:
-    """Starts `count` workers that know `adapters` adapters; ends those that still run."""
+    """Starts `count` workers that know `adapters` adapters; ends those that still run.
 
-    def __init__(self, server: EmbeddedServer, folder: Path, count: int, adapters: int, **settings: Any) -> None:
+    Requests are sent by our client, or, where not `is_routed`, by a Celery app that knows the inbox alone.
+    """
+
+    def __init__(
+        self,
+        server: EmbeddedServer,
+        folder: Path,
+        count: int,
+        adapters: int,
+        *,
+        is_routed: bool = True,
+        **settings: Any,
+    ) -> None:
         self.server = server
+        self.plain = Celery("somebody-else", broker=server.url, backend=server.url)
+        self._is_routed = is_routed
         self.adapters = [f"adapter-{i:02d}" for i in range(adapters)]
         self._folder = folder
         self._digests = {
@@ -66,6 +82,7 @@ class Fleet:
         for worker in self.workers:
             worker.__exit__(kind, value, trace)
         self.client.close()
+        self.plain.close()
         self._redis.close()
 
     def add(self, **settings: Any) -> PacedWorkerProcess:
@@ -99,10 +116,13 @@ class Fleet:
             prompt = f"prompt {len(self.sent)}"
             model = {"model": adapter} if adapter else {}
             tokens = chance.randint(max_tokens // 2, max_tokens)
-            result = self.client.generate(prompt=prompt, max_tokens=tokens, **model, **options)
+            result = self._send({"prompt": prompt, "max_tokens": tokens, **model}, options)
             made.append(Sent(result.id, adapter, answer_text(self._digests[adapter] if adapter else None, prompt)))
             self.sent.append(made[-1])
         return made
+
+    def folder_of(self, adapter: str) -> Path:
+        return self._folder / "adapters" / adapter
 
     def results(self, sent: Sequence[Sent]) -> list[dict[str, Any] | None]:
         """What is stored for each, without waiting."""
@@ -148,6 +168,11 @@ class Fleet:
     def live(self) -> list[str]:
         """The ids of the workers that hold a lease or have held one."""
         return list(self._redis.zrange(KEYS.workers, 0, -1))
+
+    def _send(self, body: dict[str, Any], options: dict[str, Any]) -> AsyncResult:
+        if self._is_routed:
+            return self.client.generate(**body, **options)
+        return self.plain.send_task("lora_worker.generate", kwargs=body, queue="lora", **options)
 
     @contextmanager
     def counted_starts(self) -> Iterator[Counter[str]]:

@@ -91,20 +91,24 @@ def test_a_row_ends_at_its_time_limit(engine: PacedEngine) -> None:
         Row(engine, prompt="x", max_tokens=ENDLESS, limit=0.05).answer()
 
 
-def test_rows_keep_the_replaced_content_and_an_unload_waits_for_them(engine: PacedEngine, root: Path) -> None:
+def test_rows_keep_the_replaced_content_and_what_goes_ends_with_the_last_of_them(
+    engine: PacedEngine, root: Path
+) -> None:
     old_digest = digest_of(root / "a")
     old = Row(engine, model="a", prompt="x", max_tokens=100)
     assert old.started.wait(20)
     write_paced_adapter(root / "a", "new")
-    with pytest.raises(errors.AdapterConflictError):
-        engine.load_lora_adapter("a", "a", within_roots=True)
-    engine.load_lora_adapter("a", "a", replace=True, within_roots=True)
+    leaving = engine.registered.apply({"a": engine.registered.read("a", "a", pinned=False)})
     new = Row(engine, model="a", prompt="x", max_tokens=100)
     assert new.started.wait(20)
-    engine.unload_lora_adapter("a")
+    leaving["a"].result(20)
     assert old.answer()["choices"][0]["text"] == answer_text(old_digest, "x")
+    waiting = Row(engine, model="c", prompt="x", max_tokens=100)
+    engine.registered.apply({"a": None, "c": None})["a"].result(20)
     assert new.answer()["choices"][0]["text"] == answer_text(digest_of(root / "a"), "x")
-    with pytest.raises(errors.UnknownAdapterError):
+    with pytest.raises(errors.UnknownAdapterError, match="unloaded before"):
+        waiting.answer()
+    with pytest.raises(errors.UnknownAdapterError, match="unknown adapter 'a'"):
         Row(engine, model="a", prompt="x").answer()
 
 
@@ -112,9 +116,4 @@ def test_a_folder_that_has_changed_is_refused_when_it_is_read(engine: PacedEngin
     write_paced_adapter(root / "b", "changed")
     with pytest.raises(errors.InvalidAdapterError, match="have changed"):
         Row(engine, model="b", prompt="x").answer()
-
-
-def test_one_slot_stays_unpinned(engine: PacedEngine) -> None:
-    engine.pin_lora_adapter("a")
-    with pytest.raises(errors.AdapterConflictError, match="unpinned"):
-        engine.pin_lora_adapter("b")
+    assert "have changed" in engine.registered.here()["b"]["error"]

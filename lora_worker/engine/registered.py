@@ -1,0 +1,79 @@
+"""What a fleet's registry asks of the engine: to read an adapter, and to follow what is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from lora_worker.adapters.reference import AdapterReference, check_name
+from lora_worker.adapters.source import portable_path, resolve_task_path
+from lora_worker.errors import UnknownAdapterError
+from lora_worker.settings import Settings
+
+if TYPE_CHECKING:
+    from lora_worker.engine.core import EngineCore
+    from lora_worker.engine.thread import EngineThread
+
+
+class RegisteredAdapters:
+    """Any thread but the engine's may use it."""
+
+    def __init__(self, core: EngineCore, thread: EngineThread, settings: Settings) -> None:
+        self._core = core
+        self._thread = thread
+        self._settings = settings
+
+    def references(self) -> dict[str, AdapterReference]:
+        """All that are registered here, by name."""
+        return {reference.name: reference for reference in self._core.adapters.registry}
+
+    def read(self, lora_name: str, lora_path: str, *, pinned: bool) -> AdapterReference:
+        """Read and check an adapter that a task names, and register nothing; the path must lie under a root."""
+        check_name(lora_name)
+        roots = self._settings.adapter_roots
+        folder = resolve_task_path(lora_name, lora_path, roots, allow_hub=self._settings.allow_hub)
+        adapter, report = self._core.adapters.planner.load(lora_name, folder)
+        return AdapterReference(
+            lora_name,
+            report.source,
+            adapter.digest,
+            adapter.rank,
+            adapter.has_bias,
+            adapter.nbytes,
+            pinned,
+            report,
+            portable_path(lora_path, folder, roots),
+        )
+
+    def apply(self, changes: Mapping[str, AdapterReference | None]) -> dict[str, Future[None]]:
+        """Register these names with this content, and None no more; between two steps, all at once.
+
+        Waiting rows of a name that goes fail; rows that start from now on use the new content. Returns, for each name
+        whose content goes or changes, a future that ends with the last row that runs with the old one.
+        """
+        return self._thread.call(lambda: self._apply(changes))
+
+    def here(self) -> dict[str, dict[str, Any]]:
+        """By name, where the weights are on this worker; those that are nowhere, for no reason, are left out."""
+        return self._thread.call(self._here)
+
+    def _apply(self, changes: Mapping[str, AdapterReference | None]) -> dict[str, Future[None]]:
+        adapters = self._core.adapters
+        leaving = {}
+        for name, reference in changes.items():
+            known = adapters.registry.get(name) if name in adapters.registry else None
+            if known is not None and (reference is None or reference.digest != known.digest):
+                leaving[name] = self._core.drained(name)
+            if reference is not None:
+                adapters.register_reference(reference)
+            elif known is not None:
+                adapters.unregister(name, force=True)
+                error = UnknownAdapterError(f"the adapter {name!r} was unloaded before the request started")
+                self._core.fail_waiting({name}, error)
+        return leaving
+
+    def _here(self) -> dict[str, dict[str, Any]]:
+        adapters = self._core.adapters
+        found = {reference.name: adapters.here(reference.digest) for reference in adapters.registry}
+        return {name: here.model_dump() for name, here in found.items() if here.cached or here.resident or here.error}

@@ -1,0 +1,54 @@
+"""What a worker writes besides its queues, so that it passes when Redis has no memory left.
+
+A full Redis refuses whatever may take memory. A script that has written something else is let through, though, and a
+worker's writes are small, or make room soon after: a stored result is followed by the acknowledgement, which frees the
+message. So every such script removes first what it writes anew. Claims, leases and moves do the same (`fleet/lua`).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from celery.backends.redis import RedisBackend
+from kombu.transport import redis
+from redis.exceptions import OutOfMemoryError
+
+# KEYS: a set of bindings and its permanent part.  ARGV: the binding.
+BIND = "for _, key in ipairs(KEYS) do redis.call('SREM', key, ARGV[1]); redis.call('SADD', key, ARGV[1]) end"
+# KEYS: the result's, which is its channel too.  ARGV: the result, and how long it is kept in seconds, 0 for ever.
+STORE = """
+redis.call('DEL', KEYS[1])
+redis.call('SET', KEYS[1], ARGV[1])
+if ARGV[2] ~= '0' then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
+redis.call('PUBLISH', KEYS[1], ARGV[1])
+"""
+
+
+class BindingChannel(redis.Channel):
+    """A channel of kombu's that can declare its queues in a full Redis."""
+
+    @cached_property
+    def _refresh_binding(self) -> Any:
+        # KEYS[1] is the set of bindings and ARGV[1] the binding here, too.
+        return self._create_client().register_script("redis.call('SREM', KEYS[1], ARGV[1])" + redis.REFRESH_BINDING)
+
+    def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
+        try:
+            super()._queue_bind(exchange, routing_key, pattern, queue)
+        except OutOfMemoryError:
+            keys = [self.keyprefix_queue % (exchange,), self.keyprefix_binding_permanent % (exchange,)]
+            with self.conn_or_acquire() as client:
+                client.eval(BIND, len(keys), *keys, self.sep.join([routing_key or "", pattern or "", queue or ""]))
+
+
+class ResultBackend(RedisBackend):
+    """Celery's, whose results are stored in a full Redis too."""
+
+    @cached_property
+    def _store(self) -> Any:
+        return self.client.register_script(STORE)
+
+    def _set(self, key: str, value: str, expires: int | None = None) -> None:
+        seconds = self.expires if expires is None else expires
+        self._store(keys=[key], args=[value, int(seconds or 0)])

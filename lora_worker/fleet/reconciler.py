@@ -1,0 +1,208 @@
+"""Keeps a worker's engine with the fleet's registry.
+
+Every claim brings the registry's generation along. Rows that were claimed with a newer one than the engine has applied
+wait here until it has caught up, and so does a row for a name that it doesn't know; each then goes to the engine, which
+starts or refuses it. Redis is asked on this module's own thread alone, never on Celery's loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol
+
+from redis.exceptions import RedisError
+
+from lora_worker.adapters.reference import AdapterReference
+from lora_worker.errors import EngineStoppedError
+from lora_worker.fleet.pins import pinned_here
+from lora_worker.fleet.registry_store import Changes, Entries, RegistryStore
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = (0.2, 5.0)  # the first wait while Redis is away, and the longest
+LOOK_SECONDS = 2.0
+
+
+class Registered(Protocol):
+    """`lora_worker.engine.registered.RegisteredAdapters`, or what stands in for it."""
+
+    def references(self) -> dict[str, AdapterReference]: ...
+
+    def read(self, lora_name: str, lora_path: str, *, pinned: bool) -> AdapterReference: ...
+
+    def apply(self, changes: Mapping[str, AdapterReference | None]) -> dict[str, Future[None]]: ...
+
+    def here(self) -> dict[str, dict[str, Any]]: ...
+
+
+class Reconciler:
+    """The thread, and what this worker has applied.
+
+    Args:
+        restore: registers what this worker's engine has; called on the thread at the start, with no entries, and where
+            Redis has come back without the registry it had, with what that held.
+        own_pins: names that the worker's settings pin.
+        changed: called on any thread when what `describe` says has changed; must not block.
+    """
+
+    def __init__(
+        self,
+        store: RegistryStore,
+        registered: Registered,
+        *,
+        base_name: str,
+        own_pins: frozenset[str],
+        slots: int,
+        restore: Callable[[Entries], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.entries: dict[str, AdapterReference] = {}
+        self.here: dict[str, dict[str, Any]] = {}
+        self.pinned: frozenset[str] = frozenset()
+        self._store = store
+        self._registered = registered
+        self._base_name = base_name
+        self._own_pins = own_pins
+        self._slots = slots
+        self._restore = restore
+        self._changed = changed
+        self._has_joined = False
+        self._left_out: set[str] = set()
+        self._applied = 0
+        self._seen = 0  # the newest generation that a claim or beat has brought
+        self._held: list[Callable[[], None]] = []
+        self._leaving: Counter[str] = Counter()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._applying = threading.Lock()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="registry", daemon=True)
+
+    def describe(self) -> dict[str, Any]:
+        """The registry's part of what this worker reports."""
+        with self._lock:
+            leaving = sorted(+self._leaving)
+        return {
+            "generation": self._applied,
+            "leaving": leaving,
+            "pinned": sorted(self.pinned),
+            "adapters": self.here,
+        }
+
+    def start(self) -> None:
+        self._wake.set()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what waits goes to the engine, which has stopped and says so."""
+        self._ended.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for go_on in self._held:
+            go_on()
+
+    def on_generation(self, generation: int) -> None:
+        """What a claim or a beat has found; never blocks."""
+        if generation != self._applied:
+            with self._lock:
+                self._seen = max(self._seen, generation)
+            self._wake.set()
+
+    def admit(self, name: Any, go_on: Callable[[], None]) -> None:
+        """Call `go_on` when all that is known to have changed is applied, and the name looked up if it is unknown.
+
+        At once, on the caller's thread, as a rule. Rows keep their order.
+        """
+        with self._lock:
+            is_current = self._has_joined and self._seen <= self._applied
+            is_known = not isinstance(name, str) or name == self._base_name or name in self.entries
+            if not self._ended.is_set() and not (is_current and is_known and not self._held):
+                self._held.append(go_on)
+                self._wake.set()
+                return
+        go_on()
+
+    def refresh(self) -> None:
+        """Apply what has changed in Redis; any thread; raises RedisError."""
+        with self._applying:
+            if not self._has_joined:
+                self._restore({})
+                self._has_joined = True
+            changes = self._store.changes_since(self._applied)
+            if changes.generation == 0 and self._applied > 0:
+                logger.warning("Redis has come back without the registry of adapters; what is known here is kept.")
+                self._restore(self.entries)
+                changes = self._store.changes_since(0)
+            if changes.generation != self._applied:
+                self._apply(changes)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        wait, longest = RETRY_SECONDS
+        while not self._ended.is_set():
+            self._wake.wait(LOOK_SECONDS)
+            self._wake.clear()
+            with self._lock:
+                seen, held, self._held = self._seen, self._held, []
+            try:
+                self.refresh()
+                self.here = self._registered.here()
+            except Exception as error:
+                self._say(error, len(held))
+                with self._lock:
+                    self._held = held + self._held
+                self._ended.wait(wait)
+                wait = min(2 * wait, longest)
+                self._wake.set()
+                continue
+            wait = RETRY_SECONDS[0]
+            with self._lock:
+                if self._seen == seen > self._applied:
+                    self._seen = self._applied  # Redis came back with less than it had
+            for go_on in held:
+                go_on()
+
+    def _say(self, error: Exception, waiting: int) -> None:
+        if isinstance(error, RedisError):
+            logger.warning("The registry could not be read or written (%s); %d rows wait for it.", error, waiting)
+        elif not isinstance(error, EngineStoppedError):
+            logger.error("The registry could not be followed; %d rows wait for it.", waiting, exc_info=error)
+
+    def _apply(self, changes: Changes) -> None:
+        kept = {} if changes.is_whole else {n: e for n, e in self.entries.items() if n not in changes.gone}
+        entries = {name: entry for name, entry in {**kept, **changes.entries}.items() if name != self._base_name}
+        pinned, left_out = pinned_here(entries.values(), self._own_pins, slots=self._slots)
+        if left_out - self._left_out:
+            logger.error("Not pinned here, since one slot must stay unpinned: %s", ", ".join(sorted(left_out)))
+        known = self._registered.references()
+        wanted: dict[str, AdapterReference | None] = {name: None for name in known if name not in entries}
+        for name, entry in entries.items():
+            own = known.get(name)
+            # Files that this worker's settings named stay where they are, if their content is what is registered.
+            is_own = own is not None and own.lora_path is None and own.digest == entry.digest
+            reference = replace(own if own and is_own else entry, pinned=name in pinned)
+            if reference != own:
+                wanted[name] = reference
+        for name, rows in self._registered.apply(wanted).items():
+            self._wait_for(name, rows)
+        self.entries, self.pinned, self._left_out = entries, frozenset(pinned), left_out
+        self._applied = changes.generation
+        self._changed()
+
+    def _wait_for(self, name: str, rows: Future[None]) -> None:
+        with self._lock:
+            self._leaving[name] += 1
+
+        def ended(_: Future[None]) -> None:
+            with self._lock:
+                self._leaving[name] -= 1
+            self._changed()
+
+        rows.add_done_callback(ended)

@@ -1,0 +1,209 @@
+"""What the adapter-management tasks do: they change the fleet's registry, and wait for the workers to follow."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lora_worker.adapters.reference import AdapterReference, check_name
+from lora_worker.adapters.registry import unknown_adapter
+from lora_worker.adapters.source import portable_path
+from lora_worker.errors import AdapterConflictError, AdapterTimeoutError, EngineStoppedError
+from lora_worker.fleet import decisions
+from lora_worker.fleet.pins import check_pin
+from lora_worker.fleet.reconciler import Reconciler, Registered
+from lora_worker.fleet.registry_report import has_let_go, status_of, worker_name_of
+from lora_worker.fleet.registry_store import Decision, Entries, RegistryStore
+from lora_worker.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.05
+SAY_SECONDS = 30.0
+
+
+class FleetRegistry:
+    """One worker's doors to the registry, for its management threads; each call may block for long.
+
+    Args:
+        worker_name: what reports and answers call this worker.
+        worker_id: its id in the fleet.
+        on_join: called before the first row is let in, again and again while it raises RedisError.
+        changed: called on any thread when the worker's report should be written anew; must not block.
+    """
+
+    def __init__(
+        self,
+        store: RegistryStore,
+        registered: Registered,
+        settings: Settings,
+        *,
+        worker_name: str,
+        worker_id: str,
+        changed: Callable[[], None],
+        on_join: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._registered = registered
+        self._settings = settings
+        self._worker_name = worker_name
+        self._worker_id = worker_id
+        self._on_join = on_join
+        self._is_ended = False
+        self._own_pins = frozenset(entry.lora_name for entry in settings.lora_paths if entry.pinned)
+        self._refused: dict[str, str] = {}
+        self.reconciler = Reconciler(
+            store,
+            registered,
+            base_name=settings.base_name,
+            own_pins=self._own_pins,
+            slots=settings.max_loras_per_batch,
+            restore=self._restore,
+            changed=changed,
+        )
+
+    def start(self) -> None:
+        self.reconciler.start()
+
+    def stop(self) -> None:
+        """After the engine has closed. Calls that wait end with EngineStoppedError, and their tasks go back."""
+        self._is_ended = True
+        self.reconciler.stop()
+
+    def describe(self) -> dict[str, Any]:
+        """What this worker reports to the others."""
+        return {
+            "worker": self._worker_name,
+            "slots": self._settings.max_loras_per_batch,
+            "own_pins": sorted(self._own_pins),
+            "refused": self._refused,
+            **self.reconciler.describe(),
+        }
+
+    def load_lora_adapter(
+        self, lora_name: str, lora_path: str, *, pinned: bool = False, replace: bool = False
+    ) -> dict[str, Any]:
+        """Read and check an adapter here, then register it; with `replace`, return when its old content is gone."""
+        if lora_name == self._settings.base_name:
+            raise AdapterConflictError(f"{lora_name!r} is the base model's name; load the adapter under another")
+        reference = self._registered.read(lora_name, lora_path, pinned=pinned)
+        if pinned:
+            self._check_pin(reference)
+        generation = self._store.change(
+            [lora_name], lambda entries: decisions.load(entries, reference, replace_content=replace)
+        )
+        self.reconciler.refresh()
+        if replace:
+            self._wait_until_all_let_go(lora_name, generation, None)
+        return {"lora_name": lora_name, "report": asdict(reference.report), **self._success()}
+
+    def unload_lora_adapter(
+        self, lora_name: str, *, force: bool = False, timeout_seconds: float | None = None
+    ) -> dict[str, Any]:
+        """Take the name off the registry; return when no row runs with it on any worker."""
+        pinning = self._pinning_workers(check_name(lora_name))
+        self.reconciler.refresh()
+        was_loaded = lora_name in self.reconciler.entries
+        generation = self._store.change(
+            [lora_name], lambda entries: decisions.unload(entries, lora_name, force=force, pinning=pinning)
+        )
+        self.reconciler.refresh()
+        self._wait_until_all_let_go(lora_name, generation, timeout_seconds)
+        return self._success(None if was_loaded else f"the adapter {lora_name!r} was not loaded")
+
+    def pin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
+        """Have every worker keep the adapter in a slot."""
+        self.reconciler.refresh()
+        entry = self.reconciler.entries.get(check_name(lora_name))
+        if entry is None:
+            raise unknown_adapter(lora_name, self.reconciler.entries, self._settings.base_name)
+        self._check_pin(replace(entry, pinned=True))
+        self._store.change([lora_name], lambda entries: decisions.set_pinned(entries, lora_name, pinned=True))
+        self.reconciler.refresh()
+        return self._success()
+
+    def unpin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
+        """Let the adapter be evicted again, but on workers whose settings pin it."""
+        self.reconciler.refresh()
+        entry = self.reconciler.entries.get(check_name(lora_name))
+        self._store.change([lora_name], lambda entries: decisions.set_pinned(entries, lora_name, pinned=False))
+        self.reconciler.refresh()
+        pinning = self._pinning_workers(lora_name)
+        if pinning:
+            return self._success(f"the settings of {', '.join(pinning)} go on pinning {lora_name!r} there")
+        was_pinned = entry is not None and entry.pinned
+        return self._success(None if was_pinned else f"the adapter {lora_name!r} was not pinned")
+
+    def list_lora_adapters(self) -> dict[str, Any]:
+        """Every registered adapter, and by each worker's own report where its weights are."""
+        self.reconciler.refresh()
+        own = {**self.describe(), "adapters": self._registered.here()}
+        reports = [*({**self._store.reports(), self._worker_id: own}).values()]
+        return {name: status_of(entry, reports) for name, entry in sorted(self.reconciler.entries.items())}
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _success(self, message: str | None = None) -> dict[str, Any]:
+        loaded = {name: entry.source for name, entry in sorted(self.reconciler.entries.items())}
+        return {"success": True, "loaded_adapters": loaded, **({"message": message} if message else {})}
+
+    def _pinning_workers(self, name: str) -> list[str]:
+        reports = {**self._store.reports(), self._worker_id: self.describe()}
+        return sorted(worker_name_of(w, report) for w, report in reports.items() if name in report.get("own_pins", []))
+
+    def _check_pin(self, reference: AdapterReference) -> None:
+        self.reconciler.refresh()
+        references = {**self.reconciler.entries, reference.name: reference}.values()
+        for worker_id, report in {**self._store.reports(), self._worker_id: self.describe()}.items():
+            if "slots" in report:
+                worker = worker_name_of(worker_id, report)
+                check_pin(reference.name, references, report["own_pins"], slots=report["slots"], worker=worker)
+
+    def _wait_until_all_let_go(self, name: str, generation: int, timeout_seconds: float | None) -> None:
+        """Until no worker can answer with what the name stood for before that generation."""
+        started = said = time.monotonic()
+        while waiting := self._waiting_for(name, generation):
+            now = time.monotonic()
+            if self._is_ended:
+                raise EngineStoppedError("the worker stops before all workers have confirmed")
+            if timeout_seconds is not None and now - started > timeout_seconds:
+                raise AdapterTimeoutError(
+                    f"the registry has changed, but rows with the former content of {name!r} still run after "
+                    f"{timeout_seconds} s, or may, on {', '.join(waiting)}; they end in time, and no more start"
+                )
+            if now - said > SAY_SECONDS:
+                said = now
+                logger.info("Still waiting for %s to let go of the adapter %r.", ", ".join(waiting), name)
+            time.sleep(LOOK_SECONDS)
+
+    def _waiting_for(self, name: str, generation: int) -> list[str]:
+        reports = {**self._store.reports(), self._worker_id: self.reconciler.describe()}
+        return sorted(worker_name_of(w, r) for w, r in reports.items() if not has_let_go(r, name, generation))
+
+    def _restore(self, entries: Entries) -> None:
+        if not entries:
+            self._on_join()
+        references = list(entries.values()) or self._of_settings()
+        # With nobody else there, the settings of a worker that starts are what is wanted now.
+        is_alone = not entries and set(self._store.reports()) <= {self._worker_id}
+
+        def decide(found: Entries) -> Decision:
+            decision, self._refused = decisions.restore(found, references, replace_content=is_alone)
+            return decision
+
+        self._store.change([reference.name for reference in references], decide)
+        for sentence in self._refused.values():
+            logger.error("An adapter is not served here: %s", sentence)
+
+    def _of_settings(self) -> list[AdapterReference]:
+        """What the engine has loaded at its start, as other workers may find it; pins of settings are no one else's."""
+        paths = {entry.lora_name: entry.lora_path for entry in self._settings.lora_paths}
+        roots = self._settings.adapter_roots
+        return [
+            replace(found, pinned=False, lora_path=portable_path(paths.get(name), Path(found.source), roots))
+            for name, found in self._registered.references().items()
+        ]
