@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from lora_worker.batch.tally import Tally
 
@@ -57,8 +58,8 @@ class Progress:
     def _drawn(self) -> RenderableType:
         tally = self._tally
         row = Table.grid(padding=(0, 1))
-        row.add_row(ProgressBar(total=max(tally.total, 1), completed=tally.done, width=30), escape(self._counts()))
-        return Group(row, f"[dim]{escape(self._models())}[/dim]")
+        row.add_row(ProgressBar(total=max(tally.total, 1), completed=tally.done, width=30), Text(self._counts()))
+        return Group(row, Text(self._models(), style="dim"))
 
     def _counts(self) -> str:
         tally = self._tally
