@@ -110,10 +110,15 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            # SQLite has rolled back by itself where the disk was full.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise BatchError(f"the state {self.path} cannot be written: {error}; the batch can go on later") from None
         except BaseException:
             self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     # What it is a batch of -----------------------------------------------------------------------
 

@@ -128,9 +128,11 @@ class Window:
             missing = self._flight.lost()
             lost, self._suspects = list(missing & self._suspects), missing
             self._flight.forget(lost)
+        # One that is no longer here was answered, and Redis was away when it was to be freed.
         self._flight.free([name for name in lost if name not in self._sent])
-        self._publish_all(lost)
-        return len(lost)
+        unanswered = [name for name in lost if name in self._sent]
+        self._publish_all(unanswered)
+        return len(unanswered)
 
     def revoke(self) -> int:
         """Take back all that is in flight; what is sent for these lines later are other tasks."""

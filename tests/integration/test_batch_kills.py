@@ -179,6 +179,16 @@ def test_ctrl_c_once_collects_what_is_in_flight_and_twice_revokes_it(
     check_complete(tmp_path)
 
 
+def test_lines_wait_for_a_worker_where_none_runs(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [request(f"c{i}", "p") for i in range(5)])
+    batch = BatchCommand(own_server, tmp_path)
+    wait_for(lambda: "No worker answers; the lines wait in Redis" in batch.said, "it is said that no worker answers")
+    (tmp_path / "worker").mkdir()
+    with PacedWorkerProcess(own_server, tmp_path / "worker", {}):
+        assert batch.end().code == 0
+    check_complete(tmp_path, rows=5)
+
+
 def test_a_full_redis_is_waited_out(paced_worker: PacedWorkerProcess, tmp_path: Path) -> None:
     server = paced_worker.server
     batch = start(server, tmp_path)

@@ -173,3 +173,11 @@ def test_a_state_that_another_process_has_open_is_refused(tmp_path: Path) -> Non
 
 def test_a_row_names_its_batch_and_line() -> None:
     assert row_id("job", 17) == "batch_req_job_17"
+
+
+def test_a_full_disk_is_said_and_changes_nothing(store: Store, tmp_path: Path) -> None:
+    index(store, tmp_path, ["a"] * 3)
+    store._db.execute(f"PRAGMA max_page_count = {store._one('PRAGMA page_count')}")
+    with pytest.raises(BatchError, match="disk is full; the batch can go on later"), store.transaction():
+        store.finish([FinishedRow(1, None, b"x" * 1_000_000)])
+    assert store.count_done() == 0
