@@ -142,7 +142,7 @@ def _body_of_envelope(found: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(body, dict):
         _refuse("invalid_request", f"has a body that is a JSON {_json_type(body)}, not an object")
     wanted, other = ("messages", "prompt") if url == CHAT_URL else ("prompt", "messages")
-    if other in body or wanted not in body:
+    if body.get(other) is not None or body.get(wanted) is None:
         _refuse("wrong_url", f"has the url {url!r}, which takes {wanted}, but its body has {_which(body)}")
     return body
 
@@ -152,7 +152,8 @@ def _is_envelope(found: dict[str, Any]) -> bool:
 
 
 def _which(body: dict[str, Any]) -> str:
-    return " and ".join(name for name in ("prompt", "messages") if name in body) or "neither prompt nor messages"
+    given = [name for name in ("prompt", "messages") if body.get(name) is not None]
+    return " and ".join(given) or "neither prompt nor messages"
 
 
 def _json_type(value: Any) -> str:

@@ -26,6 +26,8 @@ def read(line: Any, **options: Any) -> Line | BadLine:
 def test_both_forms_of_openai_are_read() -> None:
     assert read(openai()) == Line("x", BODY)
     assert read(openai(url="/v1/chat/completions", body=CHAT)) == Line("x", CHAT)
+    with_null = {**CHAT, "prompt": None}
+    assert read(openai(url="/v1/chat/completions", body=with_null)) == Line("x", with_null)
 
 
 def test_a_bare_line_is_named_after_its_number() -> None:
