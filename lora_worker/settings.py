@@ -141,6 +141,10 @@ class Settings(BaseSettings):
         if parts.scheme not in ("redis", "rediss") or not (database == "" or database.isdecimal()):
             raise ValueError("a URL of the form redis://[:PASSWORD@]HOST:PORT/DB (rediss:// for TLS) is expected")
         parts.port  # noqa: B018 - raises ValueError where it is no port
+        if parts.scheme == "rediss" and "ssl_cert_reqs=" not in parts.query:
+            # Celery refuses a URL that doesn't say so, and nobody who asks for TLS means less.
+            query = f"{parts.query}&ssl_cert_reqs=CERT_REQUIRED".removeprefix("&")
+            return urlunsplit(parts._replace(query=query))
         return url
 
     @model_validator(mode="after")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from lora_worker.adapters.reference import AdapterReference, check_name
@@ -46,32 +45,25 @@ class RegisteredAdapters:
             portable_path(lora_path, folder, roots),
         )
 
-    def apply(self, changes: Mapping[str, AdapterReference | None]) -> dict[str, Future[None]]:
-        """Register these names with this content, and None no more; between two steps, all at once.
+    def apply(self, changes: Mapping[str, AdapterReference | None]) -> None:
+        """Register these names with this content, or no more for None; between two steps, all at once.
 
-        Waiting rows of a name that goes fail; rows that start from now on use the new content. Returns, for each name
-        whose content goes or changes, a future that ends with the last row that runs with the old one.
+        Waiting rows of a name that goes fail; rows that start from now on use the new content.
         """
-        return self._thread.call(lambda: self._apply(changes))
+        self._thread.call(lambda: self._apply(changes))
 
     def here(self) -> dict[str, dict[str, Any]]:
         """By name, where the weights are on this worker; those that are nowhere, for no reason, are left out."""
         return self._thread.call(self._here)
 
-    def _apply(self, changes: Mapping[str, AdapterReference | None]) -> dict[str, Future[None]]:
+    def _apply(self, changes: Mapping[str, AdapterReference | None]) -> None:
         adapters = self._core.adapters
-        leaving = {}
         for name, reference in changes.items():
-            known = adapters.registry.get(name) if name in adapters.registry else None
-            if known is not None and (reference is None or reference.digest != known.digest):
-                leaving[name] = self._core.drained(name)
             if reference is not None:
                 adapters.register_reference(reference)
-            elif known is not None:
-                adapters.unregister(name, force=True)
+            elif adapters.unregister(name, force=True) is not None:
                 error = UnknownAdapterError(f"the adapter {name!r} was unloaded before the request started")
                 self._core.fail_waiting({name}, error)
-        return leaving
 
     def _here(self) -> dict[str, dict[str, Any]]:
         adapters = self._core.adapters

@@ -24,9 +24,10 @@ class ClaimedMessage(NamedTuple):
 
 
 class PreparedClaim(NamedTuple):
-    """What is sent to claim.lua. `queues` has the name of each place within a priority step."""
+    """What is sent to claim.lua: `queues` names the places within a priority step, `lists` all of its lists."""
 
     queues: list[str]
+    lists: list[str]
     keys: list[str]
     arguments: list[Any]
     load: Load
@@ -34,7 +35,7 @@ class PreparedClaim(NamedTuple):
     def read(self, answer: list[Any]) -> list[ClaimedMessage]:
         return [
             ClaimedMessage(self.queues[(place - 1) % len(self.queues)], tag.decode(), bool(promoted), raw)
-            for place, tag, promoted, raw in answer[4:]
+            for place, tag, promoted, raw in answer[5:]
         ]
 
 
@@ -109,12 +110,14 @@ class Claimer:
             self._policy.wait(now)
             return None
         load, self._credit = self._load(), credit
-        return self._prepared(load, self._policy.limits(load, credit, now, is_alone=self._is_alone))
+        limits = self._policy.limits(load, credit, now, is_alone=self._is_alone)
+        return self._prepared(load, limits, self._policy.stuck(now))
 
     def note(self, claim: PreparedClaim, answer: list[Any], taken: int, now: float) -> None:
         """Remember what a claim has brought, before its messages are delivered."""
-        _, version, generation, _, *_ = answer
+        _, version, generation, _, watched, *_ = answer
         self._policy.note(claim.load, taken, now)
+        self._policy.watch({claim.lists[watched[i] - 1]: watched[i + 1] for i in range(0, len(watched), 2)}, now)
         self._here.note_fleet(version, generation)
 
     def share(self, answer: list[Any]) -> None:
@@ -136,16 +139,18 @@ class Claimer:
             return None  # whoever sent it here had a reason
         return self._forwarder.to_pinning(task_and_model(*opened())[1], priority, members)
 
-    def _prepared(self, load: Load, limits: Limits) -> PreparedClaim:
+    def _prepared(self, load: Load, limits: Limits, stuck: list[str]) -> PreparedClaim:
         keys = self._here.keys
         own, others = self.partitions
         direct = keys.direct(self._here.worker_id)
         queues = [keys.manage, keys.inbox, keys.base, direct, *own, *others]
         self._claims_sent += 1
         names = [keys.workers, keys.unacked(self._here.worker_id), keys.fleet, keys.generation, keys.idle]
+        lists = [list_of(queue, step) for step in PRIORITY_STEPS for queue in queues]
         return PreparedClaim(
             queues,
-            names + [list_of(queue, step) for step in PRIORITY_STEPS for queue in queues],
-            [self._here.worker_id, f"{self._claims_sent:012d}-", len(PRIORITY_STEPS), 1 + len(own), *limits],
+            lists,
+            names + lists,
+            [self._here.worker_id, f"{self._claims_sent:012d}-", len(PRIORITY_STEPS), 1 + len(own), *limits, *stuck],
             load,
         )

@@ -2,8 +2,8 @@
 
 - From its own partitions it claims up to `max_waiting_requests` ahead of its rows, so that the scheduler sees enough of
   the queue to run one adapter's requests together.
-- Others' partitions fill only rows that would stay empty: at once where more than a batch waits in one, else when this
-  worker has had nothing to do for `PATIENCE_SECONDS`, by which time an owner with room would have claimed it.
+- Others' partitions fill only rows that would stay empty: at once where more than a batch waits in one, else when the
+  same message has waited there for `PATIENCE_SECONDS`, by which time an owner with room would have claimed it.
 - Requests for the base model need no look-ahead: where there are peers to run them, they are claimed a little ahead
   while nothing else waits, and take turns with the partitions otherwise.
 - Management tasks, and what of the inbox is only to be forwarded, are claimed whatever the credit.
@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # Messages that one claim brings at most, of each kind.
@@ -20,7 +20,7 @@ MOST_FORWARDED = 64
 MOST_MANAGED = 16
 # Beyond so many unwritten forwards the inbox is left alone.
 MOST_UNSETTLED = 256
-PATIENCE_SECONDS = 0.1
+PATIENCE_SECONDS = 0.5
 ANNOUNCE_SECONDS = 1.0
 POLL_SECONDS = 0.03
 # After so long without a message a worker asks less often, so that a large idle fleet doesn't keep Redis busy.
@@ -65,6 +65,8 @@ class Claims:
     _quiet_since: float = 0.0
     _announced_at: float | None = None
     _next_at: float = 0.0
+    # By the name of another's list: what it would give next, and since when.
+    _watched: dict[str, tuple[bytes, float]] = field(default_factory=dict)
 
     @property
     def enough(self) -> int:
@@ -83,12 +85,11 @@ class Claims:
         is_open = not load.is_paused
         ahead = max(0, min(credit - load.in_hand, MOST_CLAIMED)) if is_open else 0
         free = max(0, min(self.rows - load.rows, MOST_CLAIMED)) if is_open else 0
-        is_patient = self._hungry_since is not None and now - self._hungry_since >= PATIENCE_SECONDS
         return Limits(
             ahead=ahead,
             near=self.takes_base(load, credit, is_alone=is_alone),
             free=free,
-            spill=0 if is_patient else self.rows,
+            spill=self.rows,
             inbox=MOST_FORWARDED if load.unsettled < MOST_UNSETTLED else 0,
             manage=MOST_MANAGED,
             turn=self.turn,
@@ -111,6 +112,18 @@ class Claims:
         else:
             is_quiet = now - self._quiet_since > QUIET_AFTER_SECONDS
             self._next_at = now + (QUIET_POLL_SECONDS if is_quiet else POLL_SECONDS)
+
+    def watch(self, others: dict[str, bytes], now: float) -> None:
+        """What others' lists would give next, as a claim found them while rows stayed empty."""
+        before = self._watched
+        self._watched = {
+            name: before[name] if name in before and before[name][0] == message else (message, now)
+            for name, message in others.items()
+        }
+
+    def stuck(self, now: float) -> list[str]:
+        """Others' lists that their owner seems not to claim from."""
+        return [name for name, (_, since) in self._watched.items() if now - since >= PATIENCE_SECONDS]
 
     def wait(self, now: float) -> None:
         """Nothing can be claimed now."""

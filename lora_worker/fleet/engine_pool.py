@@ -94,7 +94,9 @@ class EnginePool(BasePool):
         assert member is not None, "the pool starts in a worker only"
         member.on_refused = _refuse
         self.fleet = PoolInFleet(self, member)
-        self.registry = join_registry(member, self.engine.registered, self.engine.worker_name)
+        self.registry = join_registry(
+            member, self.engine.registered, worker_name=self.engine.worker_name, rows=lambda: self.rows
+        )
         member.join()
         self.registry.start()
 
@@ -224,6 +226,7 @@ class EnginePool(BasePool):
         self._finishers.submit(function)
 
     def note_started(self, row: TaskRow) -> None:
+        row.begun_at = self.registry.reconciler.generation
         self.fleet.note_started(row)
 
     def is_own(self, row: TaskRow) -> bool:
@@ -232,6 +235,7 @@ class EnginePool(BasePool):
     def forget(self, row: TaskRow) -> None:
         if self._rows.get(row.task_id) is row:
             del self._rows[row.task_id]
+            self.registry.reconciler.note_ended(row)
         self.fleet.ended(row)
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -35,15 +33,26 @@ class Registered(Protocol):
 
     def read(self, lora_name: str, lora_path: str, *, pinned: bool) -> AdapterReference: ...
 
-    def apply(self, changes: Mapping[str, AdapterReference | None]) -> dict[str, Future[None]]: ...
+    def apply(self, changes: Mapping[str, AdapterReference | None]) -> None: ...
 
     def here(self) -> dict[str, dict[str, Any]]: ...
+
+
+class Row(Protocol):
+    """A request on this worker, from its claim until its result is stored; `adapter` is the name it asks for.
+
+    `begun_at` is the registry's generation, as far as applied, when it was about to start; None before.
+    """
+
+    adapter: str | None
+    begun_at: int | None
 
 
 class Reconciler:
     """The thread, and what this worker has applied.
 
     Args:
+        rows: all that are here.
         restore: registers what this worker's engine has; called on the thread at the start, with no entries, and where
             Redis has come back without the registry it had, with what that held.
         own_pins: names that the worker's settings pin.
@@ -58,6 +67,7 @@ class Reconciler:
         base_name: str,
         own_pins: frozenset[str],
         slots: int,
+        rows: Callable[[], Iterable[Row]],
         restore: Callable[[Entries], None],
         changed: Callable[[], None],
     ) -> None:
@@ -69,6 +79,7 @@ class Reconciler:
         self._base_name = base_name
         self._own_pins = own_pins
         self._slots = slots
+        self._rows = rows
         self._restore = restore
         self._changed = changed
         self._has_joined = False
@@ -76,20 +87,23 @@ class Reconciler:
         self._applied = 0
         self._seen = 0  # the newest generation that a claim or beat has brought
         self._held: list[Callable[[], None]] = []
-        self._leaving: Counter[str] = Counter()
+        self._left_at: dict[str, int] = {}  # the generation that replaced or unloaded what the name stood for
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._applying = threading.Lock()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registry", daemon=True)
 
+    @property
+    def generation(self) -> int:
+        """The registry's, as far as the engine has applied it."""
+        return self._applied
+
     def describe(self) -> dict[str, Any]:
         """The registry's part of what this worker reports."""
-        with self._lock:
-            leaving = sorted(+self._leaving)
         return {
             "generation": self._applied,
-            "leaving": leaving,
+            "leaving": self._leaving(),
             "pinned": sorted(self.pinned),
             "adapters": self.here,
         }
@@ -127,6 +141,11 @@ class Reconciler:
                 self._wake.set()
                 return
         go_on()
+
+    def note_ended(self, row: Row) -> None:
+        """The row is here no more: its result is stored, or it is somebody else's."""
+        if row.adapter in self._left_at:
+            self._changed()
 
     def refresh(self) -> None:
         """Apply what has changed in Redis; any thread; raises RedisError."""
@@ -190,19 +209,26 @@ class Reconciler:
             reference = replace(own if own and is_own else entry, pinned=name in pinned)
             if reference != own:
                 wanted[name] = reference
-        for name, rows in self._registered.apply(wanted).items():
-            self._wait_for(name, rows)
+        self._registered.apply(wanted)
+        left = [name for name in wanted.keys() & known.keys() if _digest(wanted[name]) != known[name].digest]
+        with self._lock:
+            self._left_at |= dict.fromkeys(left, changes.generation)
         self.entries, self.pinned, self._left_out = entries, frozenset(pinned), left_out
         self._applied = changes.generation
         self._changed()
 
-    def _wait_for(self, name: str, rows: Future[None]) -> None:
+    def _leaving(self) -> list[str]:
+        """Names with rows that run, or whose results are not stored yet, with what was replaced or unloaded."""
         with self._lock:
-            self._leaving[name] += 1
+            left_at = dict(self._left_at)
+        begun = [(row.adapter, row.begun_at) for row in self._rows() if row.begun_at is not None]
+        leaving = {name for name, begun_at in begun if name in left_at and begun_at < left_at[name]}
+        with self._lock:
+            for name in left_at.keys() - leaving:
+                if self._left_at.get(name) == left_at[name]:
+                    del self._left_at[name]
+        return sorted(leaving)
 
-        def ended(_: Future[None]) -> None:
-            with self._lock:
-                self._leaving[name] -= 1
-            self._changed()
 
-        rows.add_done_callback(ended)
+def _digest(reference: AdapterReference | None) -> str | None:
+    return reference.digest if reference is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from lora_worker.adapters.source import portable_path
 from lora_worker.errors import AdapterConflictError, AdapterTimeoutError, EngineStoppedError
 from lora_worker.fleet import decisions
 from lora_worker.fleet.pins import check_pin
-from lora_worker.fleet.reconciler import Reconciler, Registered
+from lora_worker.fleet.reconciler import Reconciler, Registered, Row
 from lora_worker.fleet.registry_report import has_let_go, status_of, worker_name_of
 from lora_worker.fleet.registry_store import Decision, Entries, RegistryStore
 from lora_worker.settings import Settings
@@ -32,6 +32,7 @@ class FleetRegistry:
     Args:
         worker_name: what reports and answers call this worker.
         worker_id: its id in the fleet.
+        rows: all requests that are here.
         on_join: called before the first row is let in, again and again while it raises RedisError.
         changed: called on any thread when the worker's report should be written anew; must not block.
     """
@@ -44,6 +45,7 @@ class FleetRegistry:
         *,
         worker_name: str,
         worker_id: str,
+        rows: Callable[[], Iterable[Row]],
         changed: Callable[[], None],
         on_join: Callable[[], None] = lambda: None,
     ) -> None:
@@ -62,6 +64,7 @@ class FleetRegistry:
             base_name=settings.base_name,
             own_pins=self._own_pins,
             slots=settings.max_loras_per_batch,
+            rows=rows,
             restore=self._restore,
             changed=changed,
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from lora_worker.fleet.connection import connect
 from lora_worker.fleet.member import FleetMember
-from lora_worker.fleet.reconciler import Registered
+from lora_worker.fleet.reconciler import Registered, Row
 from lora_worker.fleet.registry import FleetRegistry
 from lora_worker.fleet.registry_store import RegistryStore
 from lora_worker.fleet.revocations import Revocations, listen
@@ -16,7 +18,9 @@ TIMEOUT_SECONDS = 5.0
 RETRIES = 3
 
 
-def join_registry(member: FleetMember, registered: Registered, worker_name: str) -> FleetRegistry:
+def join_registry(
+    member: FleetMember, registered: Registered, *, worker_name: str, rows: Callable[[], Iterable[Row]]
+) -> FleetRegistry:
     """The registry of a worker that is about to join; `start` it when it has."""
     settings = member.settings
     redis = connect(settings.redis_url, timeout_seconds=TIMEOUT_SECONDS)
@@ -29,6 +33,7 @@ def join_registry(member: FleetMember, registered: Registered, worker_name: str)
         settings,
         worker_name=worker_name,
         worker_id=member.worker_id,
+        rows=rows,
         on_join=revocations.sync,
         changed=member.report_now,
     )

@@ -16,13 +16,13 @@ from lora_worker.fleet.configuration import POOL
 from lora_worker.fleet.member import FleetMember, set_member
 from lora_worker.fleet.privacy import hide_from_logs
 from lora_worker.fleet.task_row import run_seconds
-from lora_worker.fleet.transport import OwnFirst
 from lora_worker.settings import Settings
 
 TRANSPORTS = {
     "atomic": "lora_worker.fleet.claim_transport:Transport",
     "stock": "lora_worker.fleet.transport:Transport",
 }
+OWN_FIRST = "lora_worker.fleet.transport:OwnFirst"
 # Tasks with an ETA raise Celery's prefetch count, up to so many beyond what the worker claims.
 MOST_ETA_TASKS = 1000
 
@@ -86,7 +86,8 @@ def worker_options(member: FleetMember) -> dict[str, Any]:
     """Options of the connection that claims."""
     return {
         "unacked_key": member.keys.unacked(member.worker_id),
-        "queue_order_strategy": OwnFirst if member.settings.transport == "stock" else "round_robin",
+        # Its name and not the class, since `inspect` shows these options.
+        "queue_order_strategy": OWN_FIRST if member.settings.transport == "stock" else "round_robin",
     }
 
 

@@ -103,6 +103,7 @@ class TaskRow:
         self.priority = priority
         self.is_suspect = is_suspect
         self.is_started = False
+        self.begun_at: int | None = None
         self.arrived_at = time.monotonic()
         self._pool = pool
         self._requests = [request]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -29,21 +28,16 @@ class PacedRegistered:
         found = read_reference(lora_name, folder, pinned=pinned)
         return replace(found, lora_path=portable_path(lora_path, folder, self._roots))
 
-    def apply(self, changes: Mapping[str, AdapterReference | None]) -> dict[str, Future[None]]:
-        known = self.references()
-        leaving = {}
+    def apply(self, changes: Mapping[str, AdapterReference | None]) -> None:
         with self._rows.changed:
             for name, reference in changes.items():
-                if name in known and (reference is None or reference.digest != known[name].digest):
-                    leaving[name] = self._rows.drained(name)
                 if reference is not None:
                     self._adapters.register(reference)
-                elif name in known:
-                    self._adapters.unregister(name)
-                    error = UnknownAdapterError(f"the adapter {name!r} was unloaded before the request started")
-                    self._rows.fail(error, lambda row, name=name: row.adapter_name == name and row.adapter is None)  # type: ignore[misc]
+                    continue
+                self._adapters.unregister(name)
+                error = UnknownAdapterError(f"the adapter {name!r} was unloaded before the request started")
+                self._rows.fail(error, lambda row, name=name: row.adapter_name == name and row.adapter is None)  # type: ignore[misc]
             self._rows.changed.notify_all()
-        return leaving
 
     def here(self) -> dict[str, dict[str, Any]]:
         with self._rows.changed:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from lora_worker.errors import (
     EngineStoppedError,
@@ -37,7 +36,6 @@ class RowSchedule:
         self._adapters = adapters
         self._max_running = max_running
         self._tokens_per_second = tokens_per_second
-        self._drains: list[tuple[set[str], Future[None]]] = []
         self._ids: set[str] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="paced-engine", daemon=True)
@@ -59,16 +57,6 @@ class RowSchedule:
         with self.changed:
             for row in [row for row in (*self.waiting, *self.running.values()) if is_meant(row)]:
                 self._fail_row(row, error)
-
-    def drained(self, name: str) -> Future[None]:
-        """A future that ends with the last row that runs with the adapter now."""
-        rows = {row.request_id for row in self.running.values() if row.adapter_name == name}
-        future: Future[None] = Future()
-        if rows:
-            self._drains.append((rows, future))
-        else:
-            future.set_result(None)
-        return future
 
     def close(self) -> None:
         with self.changed:
@@ -160,8 +148,3 @@ class RowSchedule:
         if row.adapter is not None:
             self._adapters.release(row.adapter.digest)
         self.changed.notify_all()
-        for rows, future in self._drains:
-            rows.discard(row.request_id)
-            if not rows:
-                future.set_result(None)
-        self._drains = [(rows, future) for rows, future in self._drains if rows]

@@ -6,15 +6,15 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from redis import Redis
-from support.fleet import KEYS, Fleet
+from support.fleet import KEYS, Fleet, Sent
 from support.worker_process import wait_for
 
 from lora_worker.embedded import EmbeddedServer
-from lora_worker.fleet.routing import partition_of, rank
+from lora_worker.fleet.routing import node_of, partition_of, rank
 
 from .conftest import Say
 
@@ -87,11 +87,24 @@ def test_an_adapter_s_requests_go_to_the_worker_that_comes_first_for_it(server: 
         time.sleep(2)  # a round of each worker's steward
         sent = [request for name in fleet.adapters for request in fleet.send(3, chance, adapters=[name])]
         fleet.wait_for_answers()
-        for request, result in zip(sent, fleet.results(sent), strict=True):
-            assert result is not None
-            assert request.adapter is not None
-            queue = KEYS.partitions[partition_of(request.adapter, 64)]
-            assert rank(queue, fleet.live)[0].startswith(result["result"]["lora_worker"]["worker"])
+        # A worker that gets no processor time for a while loses its turn to a peer with nothing to do.
+        placed = [
+            worker_of(result) == owner(request, fleet)
+            for request, result in zip(sent, fleet.results(sent), strict=True)
+        ]
+        assert sum(placed) > 0.8 * len(sent)
+
+
+def worker_of(result: dict[str, Any] | None) -> str:
+    assert result is not None
+    name: str = result["result"]["lora_worker"]["worker"]
+    return name
+
+
+def owner(request: Sent, fleet: Fleet) -> str:
+    """The worker that comes first for a request."""
+    assert request.adapter is not None
+    return node_of(rank(KEYS.partitions[partition_of(request.adapter, 64)], fleet.live)[0])
 
 
 def test_requests_of_the_inbox_find_their_way_and_management_passes_them(

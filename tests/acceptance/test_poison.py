@@ -22,8 +22,7 @@ def test_a_prompt_that_kills_its_worker_fails_as_poison_and_its_neighbours_are_a
     server: EmbeddedServer, tmp_path: Path, say: Say, max_redeliveries: int
 ) -> None:
     chance = random.Random(7)
-    settings = {"max_redeliveries": max_redeliveries, "max_running_requests": ROWS}
-    with Fleet(server, tmp_path, 2, 4, **settings) as fleet:
+    with Fleet(server, tmp_path, 2, 4, max_redeliveries=max_redeliveries, max_running_requests=ROWS) as fleet:
         fleet.send(60, chance, max_tokens=400)
         poison = fleet.client.generate(prompt=f"please {POISON}", max_tokens=100)
         fleet.send(60, chance, max_tokens=400)

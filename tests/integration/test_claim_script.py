@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
 from lora_worker.embedded import EmbeddedServer
-from lora_worker.fleet.claimer import Claimer, PreparedClaim
+from lora_worker.fleet.claimer import ClaimedMessage, Claimer, PreparedClaim
 from lora_worker.fleet.claims import Limits, Load
 from lora_worker.fleet.connection import script
 from lora_worker.fleet.keys import Keys, list_of, lists_of
@@ -43,6 +44,7 @@ class Queues:
         self.keys = Keys("lora", 8)
         self.claimer = Claimer(Here(), rows=8, base_name="base", load=lambda: LOAD, hand_over=lambda _: None)
         self.own, self.others = self.claimer.partitions
+        self.stuck: list[str] = []
         redis.zadd(self.keys.workers, {HERE: 1e12, PEER: 1e12})
 
     def put(self, queue: str, count: int, priority: int = 0, label: str = "") -> None:
@@ -53,13 +55,13 @@ class Queues:
         """The messages that a claim with these limits brings."""
         return [message.raw.decode() for message in self.claimed(**limits)[1]]
 
-    def claimed(self, **limits: int) -> tuple[list[object], list[object]]:
-        claim: PreparedClaim = self.claimer._prepared(LOAD, NOTHING._replace(**limits))
-        answer = self.redis.eval(SCRIPT, len(claim.keys), *claim.keys, *claim.arguments)
-        return answer, list(claim.read(answer))
+    def claimed(self, **limits: int) -> tuple[list[Any], list[ClaimedMessage]]:
+        claim: PreparedClaim = self.claimer._prepared(LOAD, NOTHING._replace(**limits), self.stuck)
+        answer: Any = self.redis.eval(SCRIPT, len(claim.keys), *claim.keys, *claim.arguments)
+        return answer, claim.read(answer)
 
     @property
-    def recorded(self) -> dict[bytes, bytes]:
+    def recorded(self) -> dict[Any, Any]:
         return self.redis.hgetall(self.keys.unacked(HERE))
 
 
@@ -112,6 +114,19 @@ def test_others_backlogs_are_taken_from_above_the_spill_limit_for_free_rows(queu
     assert not queues.claim(ahead=50, free=0, spill=0)
 
 
+def test_small_backlogs_of_others_are_shown_and_taken_when_they_are_stuck(queues: Queues) -> None:
+    queues.put(queues.others[0], 3, 6)
+    queues.put(queues.others[1], 1)
+    answer, messages = queues.claimed(free=8)
+    assert not messages
+    names = queues.claimer._prepared(LOAD, NOTHING, []).lists
+    watched = {names[answer[4][i] - 1]: answer[4][i + 1] for i in range(0, len(answer[4]), 2)}
+    assert list(watched) == [queues.others[1], list_of(queues.others[0], 6)]
+    assert queues.claimed(free=0)[0][4] == []
+    queues.stuck = [list_of(queues.others[0], 6)]
+    assert len(queues.claim(free=8)) == 3
+
+
 def test_the_highest_priority_comes_first_and_one_in_eight_is_the_lowest(queues: Queues) -> None:
     for priority in (9, 0, 3):
         queues.put(queues.own[0], 40, priority)
@@ -156,7 +171,8 @@ def test_idle_workers_are_heard_of_by_those_with_something_to_spare(queues: Queu
     assert queues.claimed(listen=1)[0][3] == [PEER.encode(), 5]
     assert queues.claimed(listen=0)[0][3] == []
     queues.claimed(room=7)
-    assert queues.redis.hget(queues.keys.idle, HERE).split()[0] == b"7"
+    said: Any = queues.redis.hget(queues.keys.idle, HERE)
+    assert said.split()[0] == b"7"
     queues.claimed(room=0)
     assert not queues.redis.hexists(queues.keys.idle, HERE)
     queues.put(queues.own[0], 1)

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import os
-import shutil
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.flower import PASSWORD, fetch_page, start_flower
 from support.worker_process import WorkerProcess, wait_for
 
 from lora_worker.client import Client
 from lora_worker.embedded import free_port
 
-CONFIG = Path(__file__).parents[2] / "config" / "flowerconfig.py"
-PASSWORD = "lora:open-sesame"
-
 Get = Callable[..., str | None]
-
-
-def start_flower(worker: WorkerProcess, folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    shutil.copy(CONFIG, folder)
-    command = [sys.executable, "-m", "celery", "-A", "lora_worker", "flower", "--conf=flowerconfig.py", *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "LORA_WORKER_REDIS_URL": worker.server.url, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 @pytest.fixture
@@ -44,19 +23,7 @@ def get(worker: WorkerProcess, tmp_path: Path) -> Iterator[Get]:
     """Fetches a page of a running Flower; None where it does not answer."""
     port = free_port()
     process = start_flower(worker, tmp_path, f"--port={port}", "--address=127.0.0.1", FLOWER_BASIC_AUTH=PASSWORD)
-
-    def fetch(path: str, *, password: str = PASSWORD) -> str | None:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
-        request.add_header("Authorization", f"Basic {base64.b64encode(password.encode()).decode()}")
-        try:
-            with urllib.request.urlopen(request, timeout=20) as response:
-                text: str = response.read().decode()
-                return text
-        except urllib.error.HTTPError as error:
-            return f"status {error.code}"
-        except OSError:
-            return None
-
+    fetch = partial(fetch_page, port)
     try:
         wait_for(lambda: fetch("/"), "Flower answers")
         yield fetch

@@ -36,6 +36,7 @@ class Worker:
 
     def __init__(self, server: EmbeddedServer, name: str, root: Path, **settings: Any) -> None:
         self.id = f"{name}:1"
+        self.rows: set[Row] = set()
         self.redis = connect(server.url, timeout_seconds=5)
         made = Settings(model="paced", adapter_roots=[root], max_loras_per_batch=3, **settings)
         self.engine = PacedEngine(made, worker_name=name)
@@ -45,6 +46,7 @@ class Worker:
             made,
             worker_name=name,
             worker_id=self.id,
+            rows=lambda: list(self.rows),
             changed=self.report,
         )
         self.beat()
@@ -83,13 +85,25 @@ class Row:
         self._done: Future[Callable[[], dict[str, Any]]] = Future()
         self._worker = worker
         self.id = ""
+        self.adapter: str | None = name
+        self.begun_at: int | None = None
         self.started = threading.Event()
         body = {"model": name, "prompt": "x", "max_tokens": max_tokens}
 
         def submit() -> None:
-            self.id = worker.engine.submit(body, self._done.set_result, on_started=self.started.set)
+            worker.rows.add(self)
+            self.id = worker.engine.submit(body, self._end, may_start=self._begin, on_started=self.started.set)
 
         worker.registry.reconciler.admit(name, submit)
+
+    def _begin(self) -> bool:
+        self.begun_at = self._worker.registry.reconciler.generation
+        return True
+
+    def _end(self, outcome: Callable[[], dict[str, Any]]) -> None:
+        self._done.set_result(outcome)
+        self._worker.rows.discard(self)
+        self._worker.registry.reconciler.note_ended(self)
 
     @property
     def is_done(self) -> bool:

@@ -167,7 +167,8 @@ class Fleet:
     @property
     def live(self) -> list[str]:
         """The ids of the workers that hold a lease or have held one."""
-        return list(self._redis.zrange(KEYS.workers, 0, -1))
+        found: Any = self._redis.zrange(KEYS.workers, 0, -1)
+        return list(found)
 
     def _send(self, body: dict[str, Any], options: dict[str, Any]) -> AsyncResult:
         if self._is_routed:

@@ -32,14 +32,15 @@ def test_base_requests_are_claimed_ahead_by_a_worker_without_peers() -> None:
     assert limits(Claims(rows=8), load, is_alone=True).near == 126
 
 
-def test_small_backlogs_of_others_are_left_to_their_owner_for_a_moment() -> None:
+def test_what_an_owner_leaves_lying_is_taken_after_a_moment_and_what_changes_is_not() -> None:
     claims = Claims(rows=8)
-    assert limits(claims, IDLE).spill == 8
-    claims.note(IDLE, 0, now=1.0)
-    assert limits(claims, IDLE, now=1.0 + PATIENCE_SECONDS / 2).spill == 8
-    assert limits(claims, IDLE, now=1.0 + PATIENCE_SECONDS).spill == 0
-    claims.note(IDLE, 3, now=1.2)
-    assert limits(claims, IDLE, now=1.2).spill == 8
+    claims.watch({"lora.p01": b"one", "lora.p02": b"two"}, 1.0)
+    assert not claims.stuck(1.0 + PATIENCE_SECONDS / 2)
+    claims.watch({"lora.p01": b"one", "lora.p02": b"three"}, 1.0 + PATIENCE_SECONDS / 2)
+    assert claims.stuck(1.0 + PATIENCE_SECONDS) == ["lora.p01"]
+    claims.watch({}, 1.0 + PATIENCE_SECONDS)
+    claims.watch({"lora.p01": b"one"}, 1.0 + PATIENCE_SECONDS)
+    assert not claims.stuck(1.0 + PATIENCE_SECONDS)
 
 
 def test_room_is_announced_once_a_while_and_taken_back() -> None:

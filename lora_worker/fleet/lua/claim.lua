@@ -6,18 +6,20 @@
 --   ahead    from its own lists and base, which may run ahead of its rows
 --   near     of these from base while nothing else waits, since base requests gain nothing from being held
 --   free     up to which others' lists may fill up: the rows that would stay empty
---   spill    what is left in another's list, 0 for a worker that has had nothing to do for a while
+--   spill    what is left in another's list, but for the lists named last
 --   inbox, manage   beyond `ahead`, since they are forwarded, or run beside the rows
 --   turn     how many it has claimed in all: one of 8 is the share of the lowest priority that waits
 --   room     rows it could take from busy peers if it gets nothing here, or -1 to say nothing
 --   listen   1 for a worker with requests to spare, which wants to know of idle peers
+--   then the names of others' lists in which the same message has waited too long for its owner to claim it
 --
--- Returns: whether it has a lease, members, generation, {idle peer, its room, ...}, and for each message the index of
--- its list (from 1), its tag, 1 if it came before others as the share of the lowest, and the message.
+-- Returns: whether it has a lease, members, generation, {idle peer, its room, ...}, {index of another's list with
+-- something in it, what it would give next, ...} where rows stay empty, and for each message the index of its list
+-- (from 1), its tag, 1 if it came before others as the share of the lowest, and the message.
 --
 -- What is first written frees memory (RPOP, or HDEL), so that a full Redis drains.
 local QUEUES, MANAGE, INBOX, BASE, OWN = 5, 1, 2, 3, 4
-local LIMIT_BYTES, SHARE, FRESH_SECONDS = 8388608, 8, 2
+local LIMIT_BYTES, SHARE, FRESH_SECONDS, MOST_WATCHED, HEAD = 8388608, 8, 2, 16, 5
 local id, prefix, steps, own = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local ahead, near, free, spill = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local inbox, manage, turn = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
@@ -29,8 +31,11 @@ local now = time[1] + time[2] / 1e6
 local lease = redis.call('ZSCORE', KEYS[1], id)
 local members = tonumber(redis.call('HGET', KEYS[3], 'members') or 0)
 local generation = tonumber(redis.call('GET', KEYS[4]) or 0)
-if not lease or tonumber(lease) <= now then return { 0, members, generation, {} } end
-local answer, peers, bytes, taken = { 1, members, generation, {} }, {}, 0, 0
+if not lease or tonumber(lease) <= now then return { 0, members, generation, {}, {} } end
+local answer, peers, bytes, taken, is_stuck = { 1, members, generation, {}, {} }, {}, 0, 0, {}
+for i = 14, #ARGV do is_stuck[ARGV[i]] = true end
+
+local function kept(list) return is_stuck[KEYS[QUEUES + list]] and 0 or spill end
 
 local function pop(list, is_share)
   local message = redis.call('RPOP', KEYS[QUEUES + list])
@@ -50,11 +55,11 @@ local function beyond(place, limit)
 end
 
 -- The lists of a step in which something waits, turned so that each comes first in its turn.
-local function waiting(step, first, last, keep)
+local function waiting(step, first, last, kept)
   local found, turned = {}, {}
   for place = first, last do
     local list = step * width + place
-    if redis.call('LLEN', KEYS[QUEUES + list]) > keep then found[#found + 1] = list end
+    if redis.call('LLEN', KEYS[QUEUES + list]) > kept(list) then found[#found + 1] = list end
   end
   for i = 1, #found do turned[i] = found[(i + turn - 1) % #found + 1] end
   return turned
@@ -86,7 +91,7 @@ end
 
 local function claim_ahead()
   local lists = {}
-  for step = 0, steps - 1 do lists[step] = waiting(step, BASE, OWN + own - 1, 0) end
+  for step = 0, steps - 1 do lists[step] = waiting(step, BASE, OWN + own - 1, function() return 0 end) end
   while taken < ahead and bytes < LIMIT_BYTES do
     local is_share, got = (turn + taken) % SHARE == SHARE - 1, false
     for i = 0, steps - 1 do
@@ -100,15 +105,31 @@ end
 
 local function claim_from_others()
   for step = 0, steps - 1 do
-    local lists = waiting(step, OWN + own, width, spill)
+    local lists = waiting(step, OWN + own, width, kept)
     while #lists > 0 and taken < free and bytes < LIMIT_BYTES do
       local list = table.remove(lists, 1)
-      if redis.call('LLEN', KEYS[QUEUES + list]) > spill and pop(list) then
+      if redis.call('LLEN', KEYS[QUEUES + list]) > kept(list) and pop(list) then
         taken = taken + 1
         lists[#lists + 1] = list
       end
     end
   end
+end
+
+-- What others have not claimed, for the worker to see whether it is the same the next time.
+local function watch_others()
+  local watched = {}
+  for step = 0, steps - 1 do
+    for place = OWN + own, width do
+      local list = step * width + place
+      local message = #watched < 2 * MOST_WATCHED and redis.call('LINDEX', KEYS[QUEUES + list], -1)
+      if message then
+        watched[#watched + 1] = list
+        watched[#watched + 1] = redis.sha1hex(message)
+      end
+    end
+  end
+  return watched
 end
 
 local queues = {}
@@ -117,12 +138,13 @@ if redis.call('EXISTS', unpack(queues)) > 0 then
   beyond(MANAGE, manage)
   claim_ahead()
   claim_from_others()
+  if taken < free then answer[5] = watch_others() end
   beyond(INBOX, inbox)
 end
 
 if room >= 0 then
   redis.call('HDEL', KEYS[5], id)
-  if room > 0 and #answer == 4 then redis.call('HSET', KEYS[5], id, room .. ' ' .. now) end
+  if room > 0 and #answer == HEAD then redis.call('HSET', KEYS[5], id, room .. ' ' .. now) end
 end
 if listen then
   local idle = redis.call('HGETALL', KEYS[5])
