@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -176,12 +176,13 @@ def _index(store: Store, source: Source, options: BatchOptions) -> None:
 
 def _reopen_errors(store: Store, options: BatchOptions) -> None:
     """Take the rows that stay out of the files into the state, and let the others wait again."""
-    output_bytes, errors_bytes = store.lengths_bytes
+    # Opening cuts off what a kill tore.
+    _open_output(store, options).close()
     with store.transaction():
         store.reopen_errors()
-        store.put_back(read_rows(options.output, output_bytes))
-        if options.errors:
-            store.put_back(read_rows(options.errors, errors_bytes))
+        for file in (options.output, options.errors):
+            if file is not None:
+                store.put_back(read_rows(file))
         store.set_lengths(0, 0)
 
 
@@ -190,10 +191,7 @@ def _tally(store: Store) -> Tally:
     return Tally(store.models(), total=store.count(), done=store.count_done(), failed=failed)
 
 
-@contextmanager
-def _open_output(store: Store, options: BatchOptions) -> Iterator[Output]:
+def _open_output(store: Store, options: BatchOptions) -> Output:
     output_bytes, errors_bytes = store.lengths_bytes
     rows = OutputFile(options.output, output_bytes)
-    errors = OutputFile(options.errors, errors_bytes) if options.errors else None
-    with Output(rows, errors) as output:
-        yield output
+    return Output(rows, OutputFile(options.errors, errors_bytes) if options.errors else None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from lora_worker.batch.rows import number_of
 from lora_worker.batch.store import FinishedRow
 from lora_worker.errors import BatchError
 
@@ -69,6 +70,9 @@ class Output:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._rows.close()
         if self._errors is not None:
             self._errors.close()
@@ -86,24 +90,10 @@ class Output:
         return self._rows.length_bytes, 0 if self._errors is None else self._errors.length_bytes
 
 
-def read_rows(path: Path, length_bytes: int) -> Iterator[FinishedRow]:
-    """The rows of an output as far as its state knows them, one at a time."""
-    if not length_bytes:
-        return
+def read_rows(path: Path) -> Iterator[FinishedRow]:
+    """The rows of an output that nothing tore, one at a time."""
     with path.open("rb") as file:
-        lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-        for line in lines:
+        for line in gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file:
             row = json.loads(line)
             error = row["error"]
             yield FinishedRow(number_of(row["id"]), None if error is None else error["code"], line)
-            if lines is file and file.tell() >= length_bytes:
-                return
-
-
-def row_id(job: str, number: int) -> str:
-    """The id of a row, which names the batch and the line."""
-    return f"batch_req_{job}_{number}"
-
-
-def number_of(found: str) -> int:
-    return int(found.rpartition("_")[2])

@@ -9,6 +9,16 @@ from typing import Any
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
+def row_id(job: str, number: int) -> str:
+    """The id of a row, which names the batch and the line."""
+    return f"batch_req_{job}_{number}"
+
+
+def number_of(found: str) -> int:
+    """The line of the row with this id."""
+    return int(found.rpartition("_")[2])
+
+
 def response_row(row_id: str, custom_id: str, *, task_id: str, body: dict[str, Any]) -> bytes:
     """A line that was answered; `body` is the OpenAI object."""
     response = {"status_code": 200, "request_id": task_id, "body": body}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from lora_worker.batch.lines import BadLine, is_blank, read_line
-from lora_worker.batch.output import row_id
-from lora_worker.batch.rows import error_row
+from lora_worker.batch.rows import error_row, row_id
 from lora_worker.batch.source import RawLine, Source
 from lora_worker.batch.store import FINISHED, WAITING, IndexedLine, ModelCount, Store
 

@@ -57,15 +57,13 @@ def run_rows(rows: Iterable[Any], flight: Flight, *, max_in_flight: int) -> Iter
             yield from bad
             _send(flight, good)
             pending |= good
-            if is_exhausted or len(pending) >= max_in_flight:
-                answered = False
-                for answers in flight.collect():
-                    answered = True
-                    for answer in answers:
-                        yield _result(pending.pop(answer.name), answer)
-                    flight.free([answer.name for answer in answers])
-                if not answered:
-                    time.sleep(WAIT_SECONDS)
+            waiting = len(pending)
+            for answers in flight.collect():
+                for answer in answers:
+                    yield _result(pending.pop(answer.name), answer)
+                flight.free([answer.name for answer in answers])
+            if not taken and len(pending) == waiting:
+                time.sleep(WAIT_SECONDS)
             if time.monotonic() - looked_at > LOOK_SECONDS:
                 looked_at = time.monotonic()
                 _send(flight, {name: pending[name] for name in flight.vanished()})

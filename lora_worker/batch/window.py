@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from lora_worker.batch.flight import Answer, Flight
 from lora_worker.batch.lines import Line, read_line
-from lora_worker.batch.output import row_id
 from lora_worker.batch.roster import Roster
-from lora_worker.batch.rows import error_row, response_row
+from lora_worker.batch.rows import error_row, response_row, row_id
 from lora_worker.batch.source import Source
 from lora_worker.batch.store import FinishedRow, Store, WaitingLine
 from lora_worker.batch.tally import Tally

@@ -61,6 +61,18 @@ def test_error_rows_go_apart_and_files_may_be_packed() -> None:
     assert len(gzip.decompress(Path("errors.gz").read_bytes()).splitlines()) == 3
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_retrying_keeps_the_rows_that_are_not_sent_again(suffix: str) -> None:
+    files = ["-o", f"out{suffix}", "--errors", f"errors{suffix}"]
+    run("in", *files)
+    before = Path(f"errors{suffix}").read_bytes()
+    with Path(f"errors{suffix}").open("ab") as file:
+        file.write(before[:20])  # torn by a kill
+    assert run("in", *files, "--retry-errors").exit_code == 3
+    unpack = gzip.decompress if suffix else bytes
+    assert unpack(Path(f"errors{suffix}").read_bytes()) == unpack(before)
+
+
 def test_an_empty_input_is_a_batch_of_nothing() -> None:
     Path("in").write_text("\n\n")
     ran = run("in", "-o", "out")

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_worker.batch.output import Output, OutputFile, row_id
+from lora_worker.batch.output import Output, OutputFile
+from lora_worker.batch.rows import number_of, row_id
 from lora_worker.batch.scan import Scan, take_turns
 from lora_worker.batch.source import open_source
 from lora_worker.batch.store import FinishedRow, ModelCount, Store
@@ -173,6 +174,7 @@ def test_a_state_that_another_process_has_open_is_refused(tmp_path: Path) -> Non
 
 def test_a_row_names_its_batch_and_line() -> None:
     assert row_id("job", 17) == "batch_req_job_17"
+    assert number_of(row_id("job_1", 17)) == 17
 
 
 def test_a_full_disk_is_said_and_changes_nothing(store: Store, tmp_path: Path) -> None:
