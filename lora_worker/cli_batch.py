@@ -12,7 +12,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from lora_worker.batch.batch import ORDERS, BatchOptions, check_batch, run_batch
+from lora_worker.batch.batch import check_batch, run_batch
+from lora_worker.batch.options import ORDERS, BatchOptions
 from lora_worker.batch.summary import Summary
 from lora_worker.client import Client
 from lora_worker.embedded import EmbeddedServer

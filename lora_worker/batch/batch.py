@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from celery import Celery
 from kombu.entity import Queue
@@ -14,12 +14,13 @@ from rich.console import Console
 
 from lora_worker.batch.flight import REDIS_ERRORS, Flight
 from lora_worker.batch.manifest import Manifest
+from lora_worker.batch.options import BatchOptions, check_paths, refuse_to_overwrite
 from lora_worker.batch.output import Output, OutputFile, read_rows
 from lora_worker.batch.progress import Progress
 from lora_worker.batch.roster import Roster, ask_workers
 from lora_worker.batch.runner import Runner
 from lora_worker.batch.scan import Scan, take_turns
-from lora_worker.batch.source import STANDARD_INPUT, Source, open_source
+from lora_worker.batch.source import Source, open_source
 from lora_worker.batch.store import Store
 from lora_worker.batch.summary import Summary, summarize
 from lora_worker.batch.tally import Tally
@@ -27,25 +28,6 @@ from lora_worker.batch.window import Window
 from lora_worker.batch.writer import Writer
 from lora_worker.errors import BatchError
 from lora_worker.messages import GENERATE, LIST_LORA_ADAPTERS
-
-STATE_SUFFIX = ".batch"
-ORDERS = ("input", "completion")
-
-
-class BatchOptions(NamedTuple):
-    """What `lora-worker batch` was asked for; `source` is a path, or - for the standard input."""
-
-    source: str
-    output: Path
-    errors: Path | None = None
-    model: str | None = None
-    order: str = "input"
-    max_in_flight: int = 4096
-    retry_errors: bool = False
-
-    @property
-    def state(self) -> Path:
-        return self.output.with_name(self.output.name + STATE_SUFFIX)
 
 
 class Sender(Protocol):
@@ -60,7 +42,7 @@ class Sender(Protocol):
 
 def check_batch(options: BatchOptions) -> Summary:
     """Read and count the lines; nothing is sent or written."""
-    with open_source(options.source, spool_folder=_folder(options)) as source, closing(Store(None)) as store:
+    with open_source(options.source, spool_folder=options.folder) as source, closing(Store(None)) as store:
         _index(store, source, options)
         return summarize(store)
 
@@ -70,8 +52,8 @@ def run_batch(options: BatchOptions, connect: Callable[[], Sender], console: Con
 
     Raises BatchError where the files don't allow it.
     """
-    _check_paths(options)
-    with open_source(options.source, spool_folder=_folder(options)) as source, closing(Store(options.state)) as store:
+    check_paths(options)
+    with open_source(options.source, spool_folder=options.folder) as source, closing(Store(options.state)) as store:
         with console.status("Reading the input ..."):
             _begin_or_go_on(store, source, options)
         if options.retry_errors:
@@ -127,39 +109,17 @@ def _ask(sender: Sender, progress: Progress) -> Roster:
     return roster
 
 
-def _check_paths(options: BatchOptions) -> None:
-    files = [options.output, *([options.errors] if options.errors else [])]
-    if options.source != STANDARD_INPUT:
-        files.append(Path(options.source))
-    places = [file.resolve() for file in files]
-    if len(set(places)) < len(places):
-        raise BatchError("input, output and error file must be different files")
-    for file in files[: 1 + bool(options.errors)]:
-        if not file.resolve().parent.is_dir():
-            raise BatchError(f"the folder of the output {file} does not exist; make it first")
-        if file.exists() and file.stat().st_size and not options.state.exists():
-            raise BatchError(
-                f"{file} is there, but not {options.state.name}, which would say how far it is; give another output, "
-                f"or remove it"
-            )
-    if options.retry_errors and not options.state.exists():
-        raise BatchError(f"there is no earlier run to {options.output}, so it has no error rows to try again")
-
-
-def _folder(options: BatchOptions) -> Path:
-    return options.output.resolve().parent
-
-
 def _begin_or_go_on(store: Store, source: Source, options: BatchOptions) -> None:
     now = Manifest(
         input_sha256=source.fingerprint(),
         input_bytes=str(source.size_bytes),
         model=options.model or "",
         order=options.order,
-        errors=str(options.errors.resolve()) if options.errors else "",
+        errors=os.path.relpath(options.errors, options.output.parent) if options.errors else "",
     )
     before = store.manifest
     if before is None:
+        refuse_to_overwrite(options)
         with store.transaction():
             store.set(job=str(uuid.uuid4()), **now._asdict())
             _index(store, source, options)
@@ -180,9 +140,8 @@ def _reopen_errors(store: Store, options: BatchOptions) -> None:
     _open_output(store, options).close()
     with store.transaction():
         store.reopen_errors()
-        for file in (options.output, options.errors):
-            if file is not None:
-                store.put_back(read_rows(file))
+        for file in options.written:
+            store.put_back(read_rows(file))
         store.set_lengths(0, 0)
 
 
