@@ -27,12 +27,16 @@ lint: $(READY) ## Style, types and import directions
 	$(BIN)/lint-imports
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
 
-bench: $(READY) ## Throughput of the engine against the bare base and PEFT, as ratios
+bench: $(READY) ## The benchmarks, as ratios; a quarter of an hour
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks.engine --out benchmarks/results/engine.json
+	$(BIN)/python -m benchmarks.residency --out benchmarks/results/residency.json
+	$(BIN)/python -m benchmarks.pool --out benchmarks/results/pool.json
 
 gpu: $(READY) ## Every check that needs a CUDA card: marked tests, then the benchmark
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m benchmarks.engine --device cuda --out benchmarks/results/engine-cuda.json
+	$(BIN)/python -m benchmarks.residency --device cuda --out benchmarks/results/residency-cuda.json
 
 clean: ## Remove the virtual environment
 	rm -rf $(VENV)

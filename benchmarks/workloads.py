@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -49,3 +51,34 @@ def random_adapters(model: Path, *, count: int, rank: int) -> Iterator[dict[str,
             adapters[f"adapter-{i}"] = Path(root) / f"adapter-{i}"
             adapted.save_pretrained(str(adapters[f"adapter-{i}"]))
         yield adapters
+
+
+def random_model(folder: Path) -> Path:
+    """A small Llama with random weights, without a tokenizer: prompts are token ids below 512."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=131072,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def similar_adapters(model: Path, root: Path, *, count: int, rank: int) -> list[str]:
+    """Adapters on q and v under `root`, of one configuration and different random weights; returns their names."""
+    config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    names = [f"adapter-{i}" for i in range(count)]
+    adapted.save_pretrained(str(root / names[0]))
+    weights = load_file(root / names[0] / "adapter_model.safetensors")
+    for i, name in enumerate(names[1:]):
+        torch.manual_seed(i)
+        shutil.copytree(root / names[0], root / name)
+        changed = {key: torch.randn_like(tensor) * 0.05 for key, tensor in weights.items()}
+        save_file(changed, root / name / "adapter_model.safetensors", metadata={"format": "pt"})
+    return names

@@ -88,6 +88,7 @@ class Settings(BaseSettings):
     max_loaded_loras: Annotated[int, Field(ge=1)] = 1024
     max_loaded_lora_bytes: ByteSize = ByteSize(8 * 1024**3)
     max_lora_rank: Annotated[int, Field(ge=1, le=1024)] = 64
+    lora_pool_ranks: Annotated[int | None, Field(ge=1)] = None
     lora_target_modules: Annotated[list[str], NoDecode] = ["all-linear"]
     lora_eviction_policy: Literal["lru", "fifo"] = "lru"
     max_running_requests: Annotated[int | None, Field(ge=1, le=4096)] = None
@@ -158,6 +159,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"lora_paths pins {pinned} adapters, but max_loras_per_batch is {self.max_loras_per_batch} and one "
                 f"slot must stay unpinned; raise max_loras_per_batch to at least {pinned + 1}"
+            )
+        if self.lora_pool_ranks is not None and self.lora_pool_ranks < self.max_lora_rank:
+            raise ValueError(
+                f"lora_pool_ranks is {self.lora_pool_ranks}, but one adapter may have the rank max_lora_rank "
+                f"{self.max_lora_rank}; raise lora_pool_ranks to at least that"
             )
         return self
 

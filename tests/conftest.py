@@ -11,6 +11,7 @@ import torch
 from support.tiny_models import save_adapter, save_model
 from transformers.utils.logging import disable_progress_bar
 
+from lora_worker.engine.core import EngineCore
 from lora_worker.settings_sources import PREFIX
 
 # Two cores serve the tests; more threads than that only wait for each other.
@@ -35,6 +36,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA card"))
+
+
+@pytest.fixture(autouse=True)
+def integrity_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine of a test compares its counts after each step; a count that drifts fails the rows that run."""
+    step = EngineCore.step
+
+    def checked(core: EngineCore) -> bool:
+        progressed = step(core)
+        core.check_integrity()
+        return progressed
+
+    monkeypatch.setattr(EngineCore, "step", checked)
 
 
 @pytest.fixture(autouse=True)

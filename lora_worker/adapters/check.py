@@ -42,6 +42,7 @@ def check_adapter(lora_path: str, settings: Settings) -> LoadReport:
         targetable=set(targetable(skeleton, settings.lora_target_modules)),
         max_rank=settings.max_lora_rank,
         dtype=saved if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        page_locked=False,
         base_parameter=lambda parameter: parameters().get(parameter),
     )
     name = Path(lora_path).name

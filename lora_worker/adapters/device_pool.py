@@ -3,52 +3,87 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
+
 from lora_worker.adapters.eviction import EvictionPolicy
+from lora_worker.adapters.pages import PageAllocator
 from lora_worker.adapters.plan import HostAdapter
-from lora_worker.lora.layer import LoraLayer
-
-
-@dataclass
-class PoolCounters:
-    """What happened since the start: uses of a resident adapter, copies into a slot, adapters evicted for another."""
-
-    hits: int = 0
-    loads: int = 0
-    evictions: int = 0
+from lora_worker.adapters.statistics import PoolCounters
+from lora_worker.kernels.pages import pages_for
+from lora_worker.lora.layer import LoraLayer, Place
 
 
 @dataclass
 class _Resident:
-    slot: int
+    place: Place
+    nbytes: int
+    copied: torch.cuda.Event | None
     held: int = 0
     last_used: float = field(default_factory=time.time)
 
+    @property
+    def is_ready(self) -> bool:
+        if self.copied is not None and self.copied.query():
+            self.copied = None
+        return self.copied is None
+
 
 class DevicePool:
-    """A fixed number of slots over all LoRA layers. Owned by the engine thread.
+    """Slots and pages over all LoRA layers. Owned by the engine thread.
 
-    An adapter is held by every running row that uses it; a held or pinned adapter is never a victim.
+    An adapter is held by every started row that uses it; a held or pinned adapter is never a victim. On CUDA an adapter
+    is copied on a stream of its own, beside the steps, and is ready when the copy has ended; the pages it goes to are
+    of no running step, since every step's tokens are fetched before the next load.
     """
 
-    def __init__(self, layers: Mapping[str, LoraLayer], policy: EvictionPolicy, *, slots: int, max_rank: int) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, LoraLayer],
+        policy: EvictionPolicy,
+        counters: PoolCounters,
+        *,
+        slots: int,
+        pages: int,
+        device: torch.device,
+    ) -> None:
         self._layers = layers
         self._policy = policy
         self._residents: dict[str, _Resident] = {}
-        self._free = list(range(slots - 1, -1, -1))
-        self.slots = slots
+        self._allocator = PageAllocator(slots=slots, pages=pages)
+        self._counters = counters
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.pinned: set[str] = set()
-        self.counters = PoolCounters()
-        self._max_rank = max_rank
-        self.nbytes = sum(layer.allocate(slots, max_rank) for layer in layers.values() if not layer.allocates_late)
+        self.nbytes = 0
+        for layer in layers.values():
+            if not layer.allocates_late:
+                self._allocate(layer)
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._residents
 
-    def slot(self, digest: str) -> int:
-        return self._residents[digest].slot
+    @property
+    def slots(self) -> int:
+        return self._allocator.slots
+
+    @property
+    def pages(self) -> int:
+        return self._allocator.pages
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes that one page takes over all layers that have memory."""
+        return sum(layer.page_bytes for layer in self._layers.values() if layer.is_allocated)
+
+    def is_ready(self, digest: str) -> bool:
+        """Whether the adapter is resident and its copy has ended."""
+        return digest in self._residents and self._residents[digest].is_ready
+
+    def place(self, digest: str) -> Place:
+        return self._residents[digest].place
 
     def held(self, digest: str) -> int:
         return self._residents[digest].held if digest in self._residents else 0
@@ -58,39 +93,62 @@ class DevicePool:
 
     def residents(self) -> dict[int, str]:
         """Slot to digest of what is resident, in the order of the slots."""
-        return {resident.slot: digest for digest, resident in sorted(self._residents.items(), key=lambda i: i[1].slot)}
+        slots = {resident.place.slot: digest for digest, resident in self._residents.items()}
+        return dict(sorted(slots.items()))
 
-    def has_room(self) -> bool:
-        """Whether another adapter could be loaded now."""
-        return bool(self._free) or self._policy.victim(self._is_blocked) is not None
+    def bytes_of(self, digest: str) -> tuple[int, int]:
+        """The bytes of an adapter's weights in the pool, and those of its pages that hold none; 0 of what isn't here.
 
-    def load(self, adapter: HostAdapter) -> None:
-        """Copy an adapter into a free slot, evicting one first where none is free (`has_room` must hold)."""
+        Weights that lie outside of pages (biases) are not counted.
+        """
+        if digest not in self._residents:
+            return 0, 0
+        resident = self._residents[digest]
+        taken = len(resident.place.pages) * self.page_bytes
+        return min(resident.nbytes, taken), max(taken - resident.nbytes, 0)
+
+    def room(self, spares: Callable[[str], bool], drained: Collection[str] = ()) -> int:
+        """The pages another adapter could have if all that may leave did: what nobody holds and `spares` doesn't name.
+
+        `drained` are taken for held by nobody.
+        """
+        leaving = [
+            resident
+            for digest, resident in self._residents.items()
+            if not self._is_blocked(digest, drained) and not spares(digest)
+        ]
+        if not self._allocator.free_slots and not leaving:
+            return 0
+        return self._allocator.free_pages + sum(len(resident.place.pages) for resident in leaving)
+
+    def load(self, adapter: HostAdapter, spares: Callable[[str], bool]) -> bool:
+        """Copy an adapter into a slot, evicting others where need be, in the policy's order.
+
+        Evicts nothing that `spares` names. Returns whether there was room; nothing is changed where there was none.
+        """
         assert adapter.digest not in self._residents, f"{adapter.digest} is resident already"
-        if not self._free:
-            victim = self._policy.victim(self._is_blocked)
-            assert victim is not None, "every slot is held or pinned"
+        count = pages_for(adapter.rank)
+        victims = self._victims(count, spares)
+        if victims is None:
+            return False
+        for victim in victims:
             self.remove(victim)
-            self.counters.evictions += 1
-        slot = self._free.pop()
-        for path, layer in self._layers.items():
-            pair = adapter.pairs.get(path)
-            if layer.is_allocated:
-                layer.clear(slot)
-            elif pair is not None:
-                self.nbytes += layer.allocate(self.slots, self._max_rank)
-            if pair is not None:
-                layer.put(slot, pair)
-        self._residents[adapter.digest] = _Resident(slot)
+            self._counters.evictions += 1
+        started = time.monotonic()
+        place = Place(*self._allocator.take(count))
+        copied = self._copy(adapter, place)
+        self._residents[adapter.digest] = _Resident(place, adapter.nbytes, copied)
         self._policy.added(adapter.digest)
-        self.counters.loads += 1
+        self._counters.copies.add(time.monotonic() - started)
+        return True
 
-    def hold(self, digest: str) -> None:
+    def hold(self, digest: str) -> Place:
         """A row that uses the adapter starts."""
         resident = self._residents[digest]
         resident.held += 1
         resident.last_used = time.time()
         self._policy.used(digest)
+        return resident.place
 
     def release(self, digest: str) -> None:
         """A row that used the adapter has ended, however it ended."""
@@ -101,21 +159,54 @@ class DevicePool:
         self._policy.used(digest)
 
     def remove(self, digest: str) -> None:
-        """Give the adapter's slot back; nobody may hold it."""
+        """Give the adapter's slot and pages back; nobody may hold it."""
         resident = self._residents[digest]
         assert resident.held == 0, f"{digest} is held by {resident.held} rows and can't leave"
         del self._residents[digest]
         self._policy.removed(digest)
-        self._free.append(resident.slot)
+        self._allocator.give_back(*resident.place)
 
     def check_integrity(self, held: Mapping[str, int]) -> None:
-        """Compare with the rows that run: `held` counts them by digest."""
-        used = sorted([resident.slot for resident in self._residents.values()] + self._free)
-        assert used == list(range(self.slots)), f"slots lost or shared: {used}"
+        """Compare with the rows that have started: `held` counts them by digest."""
+        places = [resident.place for resident in self._residents.values()]
+        self._allocator.check_integrity(
+            [place.slot for place in places], [page for place in places for page in place.pages]
+        )
         counted = {digest: r.held for digest, r in self._residents.items() if r.held}
         assert counted == dict(held), f"held counts drifted: pool {counted}, rows {dict(held)}"
-        assert len(self._policy) == len(self._residents), "pool and policy disagree"
-        assert all(digest in self._policy for digest in self._residents), "pool and policy disagree"
+        assert set(self._policy) == set(self._residents), "pool and policy disagree"
 
-    def _is_blocked(self, digest: str) -> bool:
-        return digest in self.pinned or self._residents[digest].held > 0
+    def _victims(self, count: int, spares: Callable[[str], bool]) -> list[str] | None:
+        """Who has to leave for `count` pages and a slot; None where that can't be had."""
+        victims: list[str] = []
+        slots, pages = self._allocator.free_slots, self._allocator.free_pages
+        for digest in self._policy:
+            if slots and pages >= count:
+                break
+            if not self._is_blocked(digest) and not spares(digest):
+                victims.append(digest)
+                slots += 1
+                pages += len(self._residents[digest].place.pages)
+        return victims if slots and pages >= count else None
+
+    def _copy(self, adapter: HostAdapter, place: Place) -> torch.cuda.Event | None:
+        for path in adapter.pairs:
+            if not self._layers[path].is_allocated:
+                self._allocate(self._layers[path])
+        with self._beside():
+            for path, layer in self._layers.items():
+                if layer.is_allocated:
+                    layer.put(place, adapter.pairs.get(path))
+            return self._stream.record_event() if self._stream is not None else None
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """On CUDA, what is launched within goes to the copies' own stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _allocate(self, layer: LoraLayer) -> None:
+        self.nbytes += layer.allocate(self.slots, self.pages)
+
+    def _is_blocked(self, digest: str, drained: Collection[str] = ()) -> bool:
+        resident = self._residents[digest]
+        is_held = resident.held > 0 and digest not in drained
+        return digest in self.pinned or is_held or not resident.is_ready

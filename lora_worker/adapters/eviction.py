@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from lora_worker.errors import SettingsError
 
 
 class EvictionPolicy(ABC):
-    """An order over keys. Every update is O(1); `victim` walks past blocked keys only.
+    """Keys in the order in which they are to leave. Every update is O(1).
 
-    The owner says what is blocked (held or pinned) at the moment it asks, so a policy can't hold a stale opinion.
+    The owner passes over what may not leave (held, pinned, wanted next) at the moment it looks, so a policy can't hold
+    a stale opinion of that.
     """
 
     def __init__(self) -> None:
         self._order: OrderedDict[str, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._order
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._order)
 
     def added(self, key: str) -> None:
         assert key not in self._order, f"{key} was added twice"
@@ -34,10 +32,6 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def used(self, key: str) -> None:
         """Note a use of the key."""
-
-    def victim(self, is_blocked: Callable[[str], bool]) -> str | None:
-        """The key to evict next, or None where every key is blocked."""
-        return next((key for key in self._order if not is_blocked(key)), None)
 
 
 class LruPolicy(EvictionPolicy):

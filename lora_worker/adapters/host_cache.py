@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 from lora_worker.adapters.eviction import EvictionPolicy
 from lora_worker.adapters.plan import HostAdapter
+from lora_worker.adapters.statistics import PoolCounters
+
+# Says of a digest that it is not to be evicted.
+Spares = Callable[[str], bool]
 
 
 class HostCache:
@@ -15,13 +19,16 @@ class HostCache:
     about to be used.
     """
 
-    def __init__(self, policy: EvictionPolicy, *, max_adapters: int, max_bytes: int) -> None:
+    def __init__(
+        self, policy: EvictionPolicy, counters: PoolCounters, *, max_adapters: int, max_bytes: int, is_pinned: Spares
+    ) -> None:
         self._policy = policy
+        self._counters = counters
         self._adapters: dict[str, HostAdapter] = {}
         self._max_adapters = max_adapters
         self._max_bytes = max_bytes
+        self._is_pinned = is_pinned
         self.nbytes = 0
-        self.evictions = 0
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._adapters
@@ -35,8 +42,19 @@ class HostCache:
             self._policy.used(digest)
         return adapter
 
-    def put(self, adapter: HostAdapter, is_pinned: Callable[[str], bool]) -> None:
-        """Keep the adapter, evicting others as the policy says until it fits."""
+    def has_room(self, nbytes: int, spares: Spares) -> bool:
+        """Whether so large an adapter would fit with all that `spares` names staying."""
+        count, total = len(self._adapters) + 1, self.nbytes + nbytes
+        for digest in self._policy:
+            if count <= self._max_adapters and total <= self._max_bytes:
+                return True
+            if not self._is_pinned(digest) and not spares(digest):
+                count -= 1
+                total -= self._adapters[digest].nbytes
+        return count <= self._max_adapters and total <= self._max_bytes
+
+    def put(self, adapter: HostAdapter, spares: Spares) -> None:
+        """Keep the adapter, evicting others as the policy says until it fits; those that `spares` names go last."""
         if adapter.digest in self._adapters:
             self._policy.used(adapter.digest)
             return
@@ -44,11 +62,11 @@ class HostCache:
         self._policy.added(adapter.digest)
         self.nbytes += adapter.nbytes
         while len(self._adapters) > self._max_adapters or self.nbytes > self._max_bytes:
-            victim = self._policy.victim(lambda digest: digest == adapter.digest or is_pinned(digest))
+            victim = self._victim(adapter.digest, spares)
             if victim is None:
                 return
             self.drop(victim)
-            self.evictions += 1
+            self._counters.cache_evictions += 1
 
     def drop(self, digest: str) -> None:
         """Free the adapter's memory at once, if it is here."""
@@ -58,6 +76,16 @@ class HostCache:
             self.nbytes -= adapter.nbytes
 
     def check_integrity(self) -> None:
-        assert len(self._policy) == len(self._adapters), "host cache: policy and contents disagree"
+        assert set(self._policy) == set(self._adapters), "host cache: policy and contents disagree"
         total = sum(adapter.nbytes for adapter in self._adapters.values())
         assert total == self.nbytes, f"host cache: {self.nbytes} bytes counted, {total} held"
+
+    def _victim(self, newest: str, spares: Spares) -> str | None:
+        found = None
+        for digest in self._policy:
+            if digest == newest or self._is_pinned(digest):
+                continue
+            if not spares(digest):
+                return digest
+            found = found or digest
+        return found

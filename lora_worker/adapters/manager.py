@@ -2,59 +2,66 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from lora_worker.adapters.device_pool import DevicePool
 from lora_worker.adapters.host_cache import HostCache
 from lora_worker.adapters.plan import AdapterPlanner, HostAdapter, LoadedAdapter
-from lora_worker.adapters.reference import AdapterReference, Readiness
+from lora_worker.adapters.readers import AdapterReaders
+from lora_worker.adapters.reference import AdapterReference, AdapterState
 from lora_worker.adapters.registry import AdapterRegistry
-from lora_worker.errors import AdapterConflictError, AdapterError, InvalidAdapterError
-from lora_worker.messages import AdapterOnWorker, AdapterStatus
+from lora_worker.adapters.statistics import AdapterWaits, PoolCounters
+from lora_worker.errors import AdapterConflictError, AdapterError
+from lora_worker.kernels.pages import pages_for
+from lora_worker.lora.layer import Place
 
-READER_THREADS = 2
-READ_AGAIN_SECONDS = 1.0
 
-logger = logging.getLogger(__name__)
+class Tiers(NamedTuple):
+    """Where adapters are, and what counts them."""
+
+    registry: AdapterRegistry
+    cache: HostCache
+    pool: DevicePool
+    counters: PoolCounters
 
 
 class AdapterManager:
-    """Owned by the engine thread, but for `planner`, which any thread may use.
+    """Owned by the engine thread, but for `planner` and `read_again`, which any thread may use.
 
     Args:
+        max_rank: the greatest rank that is served; room for one such adapter is never pinned.
         post: runs a function on the engine thread.
+        is_wanted: whether rows wait for the adapter of that name.
         on_read_failed: told, on the engine thread, which names can't be served because their files can't be read.
         locate: the folder of a registered adapter; any thread but the engine's calls it.
     """
 
     def __init__(
         self,
-        registry: AdapterRegistry,
-        cache: HostCache,
-        pool: DevicePool,
+        tiers: Tiers,
         planner: AdapterPlanner,
         *,
+        max_rank: int,
         post: Callable[[Callable[[], None]], None],
+        is_wanted: Callable[[str], bool],
         on_read_failed: Callable[[set[str], AdapterError], None],
-        locate: Callable[[AdapterReference], Path] = lambda reference: Path(reference.source),
+        locate: Callable[[AdapterReference], Path],
     ) -> None:
-        self.registry = registry
-        self.cache = cache
-        self.pool = pool
+        self.registry, self.cache, self.pool, self.counters = tiers
         self.planner = planner
-        self._post = post
-        self._on_read_failed = on_read_failed
-        self._locate = locate
-        self._reading: set[str] = set()
-        self._read_after: dict[str, float] = {}  # by digest, after a read that failed
-        self._read_errors: dict[str, str] = {}  # likewise, until a read succeeds
-        self._readers = ThreadPoolExecutor(READER_THREADS, "adapter-reader")
+        self.waits = AdapterWaits()
+        self._max_rank = max_rank
+        self._is_wanted = is_wanted
+        self.readers = AdapterReaders(
+            planner,
+            self.counters.reads,
+            locate=locate,
+            post=post,
+            on_read=self._on_read,
+            on_failed=lambda digest, error: on_read_failed(set(self.registry.names_of(digest)), error),
+        )
 
     # Registered names ----------------------------------------------------------------------------
 
@@ -65,7 +72,7 @@ class AdapterManager:
         known = report.lora_name in self.registry and self.registry.get(report.lora_name)
         pinned = pinned or bool(known and known.pinned)
         if pinned:
-            self._check_pin(report.lora_name, adapter.digest)
+            self._check_pin(report.lora_name, adapter.rank, adapter.digest)
         reference = AdapterReference(
             report.lora_name,
             report.source,
@@ -78,7 +85,7 @@ class AdapterManager:
         )
         before = self.registry.register(reference, replace_content=replace)
         self._update_pins()
-        self.cache.put(adapter, self._is_pinned)
+        self.cache.put(adapter, self._spares_wanted)
         if before is not None:
             self._forget_if_unused(before.digest)
         return reference
@@ -104,9 +111,7 @@ class AdapterManager:
 
     def read_again(self, reference: AdapterReference) -> HostAdapter:
         """The weights of a registered adapter from its folder; any thread but the engine's may call it."""
-        adapter = self.planner.load(reference.name, self._locate(reference)).adapter
-        _check_digest(reference, adapter)
-        return adapter
+        return self.readers.read(reference)
 
     def pin(self, name: str, adapter: HostAdapter | None) -> None:
         """Keep the adapter resident from now on; refused where no slot would stay unpinned.
@@ -114,9 +119,9 @@ class AdapterManager:
         `adapter` is its weights where they were not in the cache; pinned, they stay there.
         """
         reference = self.registry.get(name)
-        self._check_pin(name, reference.digest)
+        self._check_pin(name, reference.rank, reference.digest)
         if adapter is not None and adapter.digest == reference.digest:
-            self.cache.put(adapter, self._is_pinned)
+            self.cache.put(adapter, self._spares_wanted)
         self.registry.set_pinned(name, pinned=True)
         self._update_pins()
 
@@ -130,161 +135,119 @@ class AdapterManager:
 
     # Rows ----------------------------------------------------------------------------------------
 
-    def prepare(self, reference: AdapterReference) -> Readiness:
-        """Bring the adapter into a slot if that can be done now."""
+    @property
+    def slots(self) -> int:
+        return self.pool.slots
+
+    def state(self, name: str) -> AdapterState:
+        reference = self.registry.find(name)
+        if reference is None:
+            return AdapterState.AWAY
         if reference.digest in self.pool:
-            self.pool.counters.hits += 1
-            return Readiness.READY
-        adapter = self.cache.get(reference.digest)
-        if adapter is None:
-            self._read_ahead(reference)
-            return Readiness.NOT_YET
-        if not self.pool.has_room():
-            return Readiness.NO_SLOT
-        self.pool.load(adapter)
-        return Readiness.READY
+            return AdapterState.RESIDENT if self.pool.is_ready(reference.digest) else AdapterState.AWAY
+        return AdapterState.CACHED if reference.digest in self.cache else AdapterState.AWAY
+
+    def residents(self) -> list[str]:
+        digests = self.pool.residents().values()
+        return [name for digest in digests if self.pool.is_ready(digest) for name in self.registry.names_of(digest)]
+
+    def pages(self, name: str) -> int:
+        reference = self.registry.find(name)
+        return pages_for(reference.rank) if reference else 0
+
+    def room(self, *, wanted_may_go: bool, drained: Collection[str] = ()) -> int:
+        return self.pool.room(_spares_none if wanted_may_go else self._spares_wanted, drained)
+
+    def fetch(self, name: str) -> None:
+        """Have an adapter read into host memory, unless it is there or would drive out what comes before it."""
+        reference = self.registry.find(name)
+        if reference is None or reference.digest in self.cache or reference.digest in self.pool:
+            return
+        has_room = self.cache.has_room(reference.nbytes, self._spares_wanted) or not self.readers.reading
+        if has_room and self.readers.can_start(reference.digest):
+            self.readers.start(reference)
+
+    def prepare(self, reference: AdapterReference, *, wanted_may_go: bool = False) -> bool:
+        """Bring the adapter into a slot, if it is in host memory and there is room; returns whether rows can use it."""
+        if reference.digest not in self.pool:
+            adapter = self.cache.get(reference.digest)
+            if adapter is None:
+                self.fetch(reference.name)
+                return False
+            if not self.pool.load(adapter, _spares_none if wanted_may_go else self._spares_wanted):
+                return False
+        return self.pool.is_ready(reference.digest)
 
     def prepare_pinned(self) -> bool:
         """Bring pinned adapters into their slots, before any row asks; returns whether all are there."""
-        waiting = [r for r in self.registry if r.pinned and r.digest not in self.pool]
+        waiting = [r for r in self.registry.pinned() if not self.pool.is_ready(r.digest)]
         # Each of them is prepared, also where an earlier one is not ready.
-        found = [self.prepare(reference) for reference in waiting]
-        return all(readiness is Readiness.READY for readiness in found)
+        found = [self.prepare(reference, wanted_may_go=True) for reference in waiting]
+        return all(found)
 
-    def hold(self, digest: str) -> int:
-        """A row starts; returns the adapter's slot."""
-        self.pool.hold(digest)
-        return self.pool.slot(digest)
+    def is_pinned(self, name: str) -> bool:
+        reference = self.registry.find(name)
+        return reference is not None and reference.pinned
+
+    def pinned_without_slot(self) -> list[str]:
+        """The pinned adapters that could be copied if they had room."""
+        return [r.name for r in self.registry.pinned() if r.digest not in self.pool and r.digest in self.cache]
+
+    def hold(self, digest: str) -> Place:
+        """A row starts; returns where its adapter is."""
+        return self.pool.hold(digest)
 
     def release(self, digest: str) -> None:
         """A row has ended, however it ended."""
         self.pool.release(digest)
         self._forget_if_unused(digest)
 
-    # Reports -------------------------------------------------------------------------------------
-
-    def status(self, worker_name: str) -> dict[str, dict[str, Any]]:
-        """Per registered name: what it is, and what this worker does with it."""
-        return {
-            reference.name: AdapterStatus(
-                source=reference.source,
-                digest=reference.digest,
-                rank=reference.rank,
-                bytes=reference.nbytes,
-                pinned=reference.pinned,
-                report=asdict(reference.report),
-                workers={worker_name: self.here(reference.digest)},
-            ).model_dump()
-            for reference in self.registry
-        }
-
-    def here(self, digest: str) -> AdapterOnWorker:
-        """Where the weights of one content are on this worker."""
-        return AdapterOnWorker(
-            cached=digest in self.cache,
-            resident=digest in self.pool,
-            slot=self.pool.slot(digest) if digest in self.pool else None,
-            held=self.pool.held(digest),
-            last_used=self.pool.last_used(digest),
-            error=self._read_errors.get(digest),
-        )
-
-    def pool_info(self, policy: str) -> dict[str, Any]:
-        """The pool as `inspect stats` shows it."""
-        names = {reference.digest: reference.name for reference in self.registry}
-        counters = self.pool.counters
-        return {
-            "policy": policy,
-            "slots": {
-                str(slot): names.get(digest, f"(unloading {digest[:12]})")
-                for slot, digest in self.pool.residents().items()
-            },
-            "max_loras_per_batch": self.pool.slots,
-            "pinned": sorted(reference.name for reference in self.registry if reference.pinned),
-            "hits": counters.hits,
-            "loads": counters.loads,
-            "evictions": counters.evictions,
-            "pool_bytes": self.pool.nbytes,
-            "cached_adapters": len(self.cache),
-            "cached_bytes": self.cache.nbytes,
-        }
+    # ---------------------------------------------------------------------------------------------
 
     def check_integrity(self, held: Mapping[str, int]) -> None:
         self.pool.check_integrity(held)
         self.cache.check_integrity()
+        self.registry.check_integrity()
+        assert self.pool.pinned == {reference.digest for reference in self.registry.pinned()}, "pool: pins disagree"
         known = {reference.digest for reference in self.registry} | set(held)
         assert set(self.pool.residents().values()) <= known, "a slot is taken by an adapter that nobody knows"
 
     def close(self) -> None:
-        self._readers.shutdown(wait=True, cancel_futures=True)
+        self.readers.close()
 
-    # ---------------------------------------------------------------------------------------------
-
-    def _check_pin(self, name: str, digest: str) -> None:
+    def _check_pin(self, name: str, rank: int, digest: str) -> None:
         # What the name stands for now leaves with its replacement.
-        pinned = {r.digest for r in self.registry if r.pinned and r.name != name} | {digest}
-        if len(pinned) >= self.pool.slots:
+        ranks = {r.digest: r.rank for r in self.registry.pinned() if r.name != name} | {digest: rank}
+        if len(ranks) >= self.pool.slots:
             raise AdapterConflictError(
-                f"pinning {name!r} would pin {len(pinned)} of {self.pool.slots} slots, and one must stay unpinned; "
+                f"pinning {name!r} would pin {len(ranks)} of {self.pool.slots} slots, and one must stay unpinned; "
                 f"unpin another adapter or raise max_loras_per_batch"
+            )
+        pages = sum(map(pages_for, ranks.values()))
+        if pages + pages_for(self._max_rank) > self.pool.pages:
+            raise AdapterConflictError(
+                f"pinning {name!r} would leave no room for an adapter of max_lora_rank {self._max_rank} beside the "
+                f"pinned ones; unpin another adapter or raise lora_pool_ranks"
             )
 
     def _update_pins(self) -> None:
-        self.pool.pinned = self.registry.pinned_digests()
+        self.pool.pinned = {reference.digest for reference in self.registry.pinned()}
 
-    def _is_pinned(self, digest: str) -> bool:
-        return digest in self.pool.pinned
+    def _spares_wanted(self, digest: str) -> bool:
+        return any(map(self._is_wanted, self.registry.names_of(digest)))
 
     def _forget_if_unused(self, digest: str) -> None:
-        if self.registry.has_digest(digest):
+        if self.registry.names_of(digest):
             return
-        self._read_errors.pop(digest, None)
+        self.readers.errors.pop(digest, None)
         self.cache.drop(digest)
         if digest in self.pool and not self.pool.held(digest):
             self.pool.remove(digest)
 
-    def _read_ahead(self, reference: AdapterReference) -> None:
-        if reference.digest in self._reading or time.monotonic() < self._read_after.get(reference.digest, 0):
-            return
-        self._reading.add(reference.digest)
-
-        def read() -> None:
-            try:
-                adapter = self.read_again(reference)
-            except AdapterError as error:
-                failure = error
-            except Exception as error:
-                logger.exception("Reading the adapter %r failed.", reference.name)
-                failure = AdapterError(f"the adapter {reference.name!r} could not be read: {type(error).__name__}")
-            else:
-                self._post(lambda: self._read_done(adapter))
-                return
-            self._post(lambda: self._read_failed(reference.digest, failure))
-
-        self._readers.submit(read)
-
-    def _read_done(self, adapter: HostAdapter) -> None:
-        self._reading.discard(adapter.digest)
-        self._read_errors.pop(adapter.digest, None)
-        if self.registry.has_digest(adapter.digest):
-            self.cache.put(adapter, self._is_pinned)
-
-    def _read_failed(self, digest: str, error: AdapterError) -> None:
-        self._reading.discard(digest)
-        self._read_after[digest] = time.monotonic() + READ_AGAIN_SECONDS
-        if self.registry.has_digest(digest):
-            self._read_errors[digest] = str(error)
-        logger.error("An adapter is not served: %s", error)
-        self._on_read_failed(_names(self.registry, digest), error)
+    def _on_read(self, adapter: HostAdapter) -> None:
+        if self.registry.names_of(adapter.digest):
+            self.cache.put(adapter, self._spares_wanted)
 
 
-def _check_digest(reference: AdapterReference, adapter: HostAdapter) -> None:
-    if adapter.digest != reference.digest:
-        raise InvalidAdapterError(
-            f"the files of the adapter {reference.name!r} in {reference.source} have changed since it was loaded "
-            f"(digest {reference.digest[:12]}, now {adapter.digest[:12]}); load it again with replace=True"
-        )
-
-
-def _names(references: Iterable[AdapterReference], digest: str) -> set[str]:
-    return {reference.name for reference in references if reference.digest == digest}
+def _spares_none(_: str) -> bool:
+    return False

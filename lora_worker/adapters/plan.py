@@ -75,6 +75,7 @@ class AdapterPlanner:
         targetable: the module paths that the engine can give a LoRA delta.
         max_rank: the pool's greatest rank.
         dtype: what the weights are served in.
+        page_locked: whether the host keeps them in memory from which a card can copy by itself.
         base_parameter: the base model's parameters, to tell which of those in an adapter's file it has changed.
     """
 
@@ -85,6 +86,7 @@ class AdapterPlanner:
         targetable: set[str],
         max_rank: int,
         dtype: torch.dtype,
+        page_locked: bool,
         base_parameter: BaseParameter,
     ) -> None:
         self._config = config
@@ -92,6 +94,7 @@ class AdapterPlanner:
         self._targetable = targetable
         self._max_rank = max_rank
         self._dtype = dtype
+        self._page_locked = page_locked
         self._placements: OrderedDict[str, dict[str, Placement]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -201,6 +204,9 @@ class AdapterPlanner:
                     f"the adapter {name!r} has NaN or Inf in {part} of {path} (in {self._dtype}); "
                     f"export it again from a checkpoint with finite weights"
                 )
+        if self._page_locked:
+            bias = None if cast.bias is None else cast.bias.pin_memory()
+            return LoraPair(cast.a.pin_memory(), cast.b.pin_memory(), bias)
         return cast
 
     def _warnings(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[str]:

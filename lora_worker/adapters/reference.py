@@ -10,12 +10,12 @@ from lora_worker.errors import InvalidAdapterError
 from lora_worker.settings import ADAPTER_NAME, ADAPTER_NAME_RULE
 
 
-class Readiness(Enum):
-    """Whether a row, by way of its adapter, can start now."""
+class AdapterState(Enum):
+    """Where an adapter's weights are."""
 
-    READY = auto()
-    NOT_YET = auto()  # its adapter's weights are on their way into host memory, or it has just failed
-    NO_SLOT = auto()  # every slot is held or pinned
+    RESIDENT = auto()  # in a slot: its rows can start
+    CACHED = auto()  # in host memory: it needs a slot
+    AWAY = auto()  # neither, or on their way into either
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ class AdapterRegistry:
     def __init__(self, base_name: str) -> None:
         self._base_name = base_name
         self._references: dict[str, AdapterReference] = {}
+        self._names: defaultdict[str, set[str]] = defaultdict(set)  # by digest
+        self._pinned: set[str] = set()
 
     def __iter__(self) -> Iterator[AdapterReference]:
         return iter(list(self._references.values()))
@@ -45,24 +48,47 @@ class AdapterRegistry:
                 f"the adapter {reference.name!r} is already loaded from {known.source} with other content "
                 f"(digest {known.digest[:12]}, now {reference.digest[:12]}); unload it first, or load with replace=True"
             )
-        self._references[reference.name] = reference
+        self._put(reference)
         return known
 
     def remove(self, name: str) -> AdapterReference | None:
-        return self._references.pop(name, None)
+        reference = self._references.pop(name, None)
+        if reference is not None:
+            self._pinned.discard(name)
+            self._names[reference.digest].discard(name)
+            if not self._names[reference.digest]:
+                del self._names[reference.digest]
+        return reference
 
     def set_pinned(self, name: str, *, pinned: bool) -> None:
-        self._references[name] = replace(self._references[name], pinned=pinned)
+        self._put(replace(self._references[name], pinned=pinned))
 
     def loaded(self) -> dict[str, str]:
         """`{name: path}` of all registered adapters."""
         return {reference.name: reference.source for reference in self}
 
-    def has_digest(self, digest: str) -> bool:
-        return any(reference.digest == digest for reference in self)
+    def find(self, name: str) -> AdapterReference | None:
+        return self._references.get(name)
 
-    def pinned_digests(self) -> set[str]:
-        return {reference.digest for reference in self if reference.pinned}
+    def names_of(self, digest: str) -> set[str]:
+        """The names that stand for this content."""
+        return self._names.get(digest, set())
+
+    def pinned(self) -> list[AdapterReference]:
+        return [self._references[name] for name in sorted(self._pinned)]
+
+    def check_integrity(self) -> None:
+        names = {name for names in self._names.values() for name in names}
+        assert names == set(self._references), "registry: names and digests disagree"
+        assert all(reference.name in self.names_of(reference.digest) for reference in self), "registry: a wrong digest"
+        assert self._pinned == {reference.name for reference in self if reference.pinned}, "registry: pins disagree"
+
+    def _put(self, reference: AdapterReference) -> None:
+        self.remove(reference.name)
+        self._references[reference.name] = reference
+        self._names[reference.digest].add(reference.name)
+        if reference.pinned:
+            self._pinned.add(reference.name)
 
 
 def unknown_adapter(name: str, known: Iterable[str], base_name: str) -> UnknownAdapterError:

@@ -11,10 +11,11 @@ import torch
 from lora_worker.adapters.device_pool import DevicePool
 from lora_worker.adapters.eviction import LruPolicy, make_policy
 from lora_worker.adapters.host_cache import HostCache
-from lora_worker.adapters.manager import AdapterManager
+from lora_worker.adapters.manager import AdapterManager, Tiers
 from lora_worker.adapters.plan import AdapterPlanner
 from lora_worker.adapters.registry import AdapterRegistry
 from lora_worker.adapters.source import locate
+from lora_worker.adapters.statistics import PoolCounters
 from lora_worker.engine.blocks import BlockManager
 from lora_worker.engine.core import EngineCore
 from lora_worker.engine.model_runner import ModelRunner
@@ -22,6 +23,7 @@ from lora_worker.engine.sampler import Sampler
 from lora_worker.engine.scheduler import Scheduler
 from lora_worker.engine.stopping import StopWatch
 from lora_worker.errors import SettingsError
+from lora_worker.kernels.pages import pages_for
 from lora_worker.lora.inject import inject_lora
 from lora_worker.models.loading import LoadedModel, load_model
 from lora_worker.settings import Settings
@@ -45,33 +47,45 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
     # By their names before the layers come in between; a tied one stands under both of its names.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     layers, lora_step = inject_lora(model, settings.lora_target_modules)
+    counters = PoolCounters()
     pool = DevicePool(
         layers,
         make_policy(settings.lora_eviction_policy),
+        counters,
         slots=settings.max_loras_per_batch,
-        max_rank=settings.max_lora_rank,
+        pages=_pool_pages(settings),
+        device=model.device,
+    )
+    cache = HostCache(
+        LruPolicy(),
+        counters,
+        max_adapters=settings.max_loaded_loras,
+        max_bytes=int(settings.max_loaded_lora_bytes),
+        is_pinned=lambda digest: digest in pool.pinned,
     )
     total_tokens, max_model_len = _cache_size(settings, loaded)
     blocks = BlockManager(-(-total_tokens // attention.block_size), attention.block_size)
     attention.set_blocks(blocks.count)
     adapters = AdapterManager(
-        AdapterRegistry(settings.base_name),
-        HostCache(LruPolicy(), max_adapters=settings.max_loaded_loras, max_bytes=int(settings.max_loaded_lora_bytes)),
-        pool,
+        Tiers(AdapterRegistry(settings.base_name), cache, pool, counters),
         AdapterPlanner(
             model.config,
             targetable=set(layers),
             max_rank=settings.max_lora_rank,
             dtype=model.dtype,
+            page_locked=model.device.type == "cuda",
             base_parameter=lambda name: parameters[name].detach().cpu() if name in parameters else None,
         ),
+        max_rank=settings.max_lora_rank,
         post=post,
+        is_wanted=lambda name: scheduler.waiting.has(name),
         on_read_failed=lambda names, error: core.fail_waiting(names, error),
         locate=lambda reference: locate(reference, settings.adapter_roots, allow_hub=settings.allow_hub),
     )
     scheduler = Scheduler(
         blocks,
-        start=lambda sequence: core.start(sequence),
+        adapters,
+        start=lambda sequence, spares_wanted: core.start(sequence, spares_wanted),
         stop=lambda sequence: core.stop(sequence),
         max_running=settings.running_limit(model.device.type),
         max_prefill_tokens=settings.prefill_limit(model.device.type),
@@ -82,9 +96,15 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
         ModelRunner(loaded, lora_step),
         adapters,
         Sampler(),
-        StopWatch(loaded.tokenizer, loaded.eos_ids),
+        StopWatch(loaded.tokenizer),
     )
     return Built(core, loaded, max_model_len)
+
+
+def _pool_pages(settings: Settings) -> int:
+    if settings.lora_pool_ranks is None:
+        return settings.max_loras_per_batch * pages_for(settings.max_lora_rank)
+    return pages_for(settings.lora_pool_ranks)
 
 
 def _cache_size(settings: Settings, loaded: LoadedModel) -> tuple[int, int]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future
+from itertools import chain
 
 from lora_worker.adapters.manager import AdapterManager
-from lora_worker.adapters.reference import Readiness
 from lora_worker.engine.model_runner import ModelRunner
 from lora_worker.engine.sampler import Sampler
 from lora_worker.engine.scheduler import Scheduler
-from lora_worker.engine.sequence import Finished, Sequence
+from lora_worker.engine.sequence import Finished, Sequence, TokenLogprobs
 from lora_worker.engine.stopping import StopWatch
 from lora_worker.errors import (
     AdapterError,
@@ -20,6 +20,7 @@ from lora_worker.errors import (
     LoraWorkerError,
     RequestWithdrawnError,
     TimeLimitError,
+    UnknownAdapterError,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,10 @@ class EngineCore:
         self._runner = runner
         self._sampler = sampler
         self._stop_watch = stop_watch
-        self._rows: dict[str, Sequence] = {}
-        self._drains: list[tuple[set[str], Future[None]]] = []
+        # By request, the scheduler's rows that have not ended.
+        self._rows: dict[str, list[Sequence]] = {}
+        self._joining: list[Sequence] = []
+        self._drains: list[tuple[set[Sequence], Future[None]]] = []
 
     @property
     def has_rows(self) -> bool:
@@ -52,23 +55,32 @@ class EngineCore:
 
     @property
     def rows(self) -> list[Sequence]:
-        return list(self._rows.values())
+        return list(chain.from_iterable(self._rows.values()))
 
     def add(self, sequence: Sequence) -> None:
+        """Take a request in by its first row; its other rows join when that one starts."""
+        error: LoraWorkerError | None = None
         if sequence.request_id in self._rows:
             error = InvalidRequestError(f"a request with the id {sequence.request_id!r} is running; give each its own")
-            sequence.on_finished(Finished(sequence, error=error))
+        elif sequence.adapter_name is not None:
+            error = self._unknown(sequence.adapter_name)
+        if error is not None:
+            for row in sequence.choices:
+                row.on_finished(Finished(row, error=error))
             return
-        self._rows[sequence.request_id] = sequence
+        self._rows[sequence.request_id] = [sequence]
         self.scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Take a row out, running or waiting; nothing happens where it has ended already."""
+        """Take a request out, running or waiting; nothing happens where it has ended already."""
         if request_id in self._rows:
-            self.fail(self._rows[request_id], RequestWithdrawnError(f"the request {request_id} was cancelled"))
+            self.fail(self._rows[request_id][0], RequestWithdrawnError(f"the request {request_id} was cancelled"))
 
     def fail(self, sequence: Sequence, error: LoraWorkerError) -> None:
-        self._finish(Finished(sequence, error=error))
+        """Fail a row and with it its whole request; nothing happens to rows that have ended already."""
+        for row in sequence.choices:
+            if not row.is_finished:
+                self._finish(Finished(row, error=error))
 
     def fail_waiting(self, names: set[str], error: AdapterError) -> None:
         """Fail the rows of these adapters that have not started."""
@@ -78,7 +90,7 @@ class EngineCore:
 
     def drained(self, name: str) -> Future[None]:
         """A future that ends with the last row that uses the adapter now; later rows of the name are not waited for."""
-        rows = {s.request_id for s in self.rows if s.adapter is not None and s.adapter.name == name}
+        rows = {s for s in self.rows if s.adapter is not None and s.adapter.name == name}
         future: Future[None] = Future()
         if rows:
             self._drains.append((rows, future))
@@ -91,73 +103,100 @@ class EngineCore:
         self._end_late_rows()
         self.adapters.prepare_pinned()
         self.scheduler.admit()
+        self._join()
         chunks, new_blocks = self.scheduler.schedule()
         if not chunks:
             return False
-        chunks.sort(key=lambda chunk: chunk.sequence.slot)
+        chunks.sort(key=lambda chunk: (len(chunk.sequence.pages), chunk.sequence.pages))
         logits = self._runner.run(chunks, new_blocks=new_blocks)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        sampled = self._sampler.sample(
-            logits, [sequence.request_id for sequence in sampling], [sequence.params for sequence in sampling]
-        )
+        sampled = self._sampler.sample(logits, sampling)
         for chunk in chunks:
             chunk.sequence.computed += chunk.length
-        for sequence, token, is_broken in zip(sampling, *sampled, strict=True):
+        for sequence, token, is_broken, logprobs in zip(sampling, *sampled, strict=True):
+            if sequence.is_finished:
+                continue  # its request has just failed by another of its rows
             try:
-                self._update(sequence, token, is_broken=is_broken)
+                self._update(sequence, token, logprobs, is_broken=is_broken)
             except Exception as error:
                 logger.exception("The request %s could not go on.", sequence.request_id)
                 self.fail(sequence, GenerationError(f"the row could not go on: {type(error).__name__}"))
         self.steps += 1
         return True
 
-    def start(self, sequence: Sequence) -> Readiness:
-        """The scheduler's question whether a row may run. What goes wrong here fails this row alone."""
-        if sequence.started_at is not None:
-            return Readiness.READY  # preempted before: it has been asked, and holds its adapter still
+    def start(self, sequence: Sequence, spares_wanted: bool) -> bool:  # noqa: FBT001 - the scheduler's `Start`
+        """Start a row if its adapter is or can be brought in a slot. What goes wrong here fails this row alone."""
         try:
-            return self._try_to_start(sequence)
+            return self._try_to_start(sequence, wanted_may_go=not spares_wanted)
         except AdapterError as error:
             self.fail(sequence, error)
         except Exception as error:
             logger.exception("The request %s could not be started.", sequence.request_id)
             self.fail(sequence, GenerationError(f"the request could not be started: {type(error).__name__}"))
-        return Readiness.NOT_YET
+        return False
 
     def stop(self, sequence: Sequence) -> None:
         """The scheduler lets go of a row that had an adapter."""
         assert sequence.adapter is not None
         self.adapters.release(sequence.adapter.digest)
 
-    def _try_to_start(self, sequence: Sequence) -> Readiness:
+    def _try_to_start(self, sequence: Sequence, *, wanted_may_go: bool) -> bool:
         reference = self.adapters.registry.get(sequence.adapter_name) if sequence.adapter_name else None
-        readiness = self.adapters.prepare(reference) if reference else Readiness.READY
-        if readiness is not Readiness.READY:
-            return readiness
+        was_resident = reference is not None and reference.digest in self.adapters.pool
+        if reference is not None and not self.adapters.prepare(reference, wanted_may_go=wanted_may_go):
+            return False
         if sequence.may_start is not None and not sequence.may_start():
             self.fail(sequence, RequestWithdrawnError(f"the request {sequence.request_id} was withdrawn in time"))
-            return Readiness.NOT_YET
+            return False
+        started_at = time.monotonic()
+        for row in sequence.choices:
+            if reference is not None:
+                row.slot, row.pages = self.adapters.hold(reference.digest)
+                row.adapter = reference
+            row.started_at = started_at
         if reference is not None:
-            sequence.adapter = reference
-            sequence.slot = self.adapters.hold(reference.digest)
-        sequence.started_at = time.monotonic()
+            self.adapters.counters.hits += was_resident
+            self.adapters.waits.add(reference.name, sequence.queued_seconds)
+        self._joining += sequence.siblings
         if sequence.on_started is not None:
             sequence.on_started()
-        return Readiness.READY
+        return True
+
+    def _unknown(self, name: str) -> UnknownAdapterError | None:
+        """The error for a row whose adapter was unloaded while the row was read."""
+        try:
+            self.adapters.registry.get(name)
+        except UnknownAdapterError as error:
+            return error
+        return None
+
+    def _join(self) -> None:
+        """Let the other rows of requests that have just started wait for room, each with its hold on the adapter."""
+        for sequence in self._joining:
+            if not sequence.is_finished:
+                self._rows[sequence.request_id].append(sequence)
+                self.scheduler.add_started(sequence)
+        self._joining = []
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the numbers, where a count has drifted."""
         self.scheduler.check_integrity()
         self.adapters.check_integrity(self.scheduler.held())
-        scheduled = {s.request_id for s in self.scheduler.running + self.scheduler.waiting}
-        assert scheduled == set(self._rows), f"rows lost: {scheduled ^ set(self._rows)}"
+        scheduled = {(s.request_id, s.index) for s in self.scheduler.rows()}
+        known = {(s.request_id, s.index) for s in self.rows}
+        assert scheduled == known, f"rows lost: {scheduled ^ known}"
+        names = {sequence.adapter_name for sequence in self.scheduler.waiting if sequence.adapter_name is not None}
+        unknown = [name for name in names if name not in self.adapters.registry]
+        assert not unknown, f"rows wait for adapters that nobody knows: {unknown}"
 
-    def _update(self, sequence: Sequence, token: int, *, is_broken: bool) -> None:
+    def _update(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, *, is_broken: bool) -> None:
         if is_broken:
             name = sequence.adapter_name or "the base model"
             self.fail(sequence, GenerationError(f"{name} gave logits that are not finite after the prompt's tokens"))
             return
         sequence.tokens.append(token)
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
         self.generated_tokens += 1
         end = self._stop_watch.check(sequence)
         if end is not None:
@@ -174,15 +213,18 @@ class EngineCore:
         sequence = finished.sequence
         sequence.is_finished = True
         self.scheduler.remove(sequence)
-        del self._rows[sequence.request_id]
-        self._sampler.forget(sequence.request_id)
-        self._stop_watch.forget(sequence.request_id)
-        self._end_drains(sequence.request_id)
+        if all(row.is_finished for row in sequence.siblings):
+            del self._rows[sequence.request_id]
+        elif sequence in self._rows[sequence.request_id]:
+            self._rows[sequence.request_id].remove(sequence)
+        self._sampler.forget(sequence)
+        self._stop_watch.forget(sequence)
+        self._end_drains(sequence)
         sequence.on_finished(finished)
 
-    def _end_drains(self, request_id: str) -> None:
+    def _end_drains(self, sequence: Sequence) -> None:
         for rows, future in self._drains:
-            rows.discard(request_id)
+            rows.discard(sequence)
             if not rows and not future.done():
                 future.set_result(None)
         self._drains = [(rows, future) for rows, future in self._drains if rows]

@@ -16,10 +16,12 @@ from dataclasses import asdict
 from typing import Any, Self
 
 from lora_worker.adapters.reference import check_name
+from lora_worker.adapters.report import adapter_status, pool_info
 from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
 from lora_worker.engine.building import build
 from lora_worker.engine.registered import RegisteredAdapters
-from lora_worker.engine.requests import RequestReader, ResponseWriter, RowOptions
+from lora_worker.engine.requests import RequestOptions, RequestReader
+from lora_worker.engine.responses import ResponseWriter
 from lora_worker.engine.sequence import Finished
 from lora_worker.engine.thread import EngineThread, Inbox
 from lora_worker.errors import (
@@ -60,6 +62,7 @@ class Engine:
             built.loaded.tokenizer,
             base_name=settings.base_name,
             vocabulary=built.loaded.model.config.get_text_config().vocab_size,
+            eos_ids=built.loaded.eos_ids,
             max_model_len=built.max_model_len,
             check_adapter=self._core.adapters.registry.get,
         )
@@ -125,14 +128,17 @@ class Engine:
         """Run one request; returns its id at once and calls `done` once, on a thread of the engine, when it has ended.
 
         `done` must not block and must not call the outcome, which decodes; another thread does. `may_start` is asked on
-        the engine's thread when the row is about to start; the time limit counts from then. Lower priorities go first.
+        the engine's thread when the first row of the request is about to start; the time limit counts from then, for
+        all of them. Lower priorities go first.
         """
         identity = request_id or uuid.uuid4().hex
 
-        def finished(end: Finished) -> None:
-            done(lambda: self._respond(end))
+        def finished(ends: list[Finished]) -> None:
+            done(lambda: self._respond(ends))
 
-        options = RowOptions(identity, finished, priority, time_limit_seconds, may_start, on_started)
+        options = RequestOptions(
+            identity, finished, priority, time_limit_seconds, may_start, on_started, time.monotonic()
+        )
         try:
             self._tokenizing.submit(self._read, body, options, done)
         except RuntimeError:  # the executor has been shut down
@@ -140,7 +146,7 @@ class Engine:
         return identity
 
     def cancel(self, request_id: str) -> None:
-        """Take a row out wherever it is; its outcome raises RequestWithdrawnError. Nothing happens if it has ended."""
+        """Take a request out wherever it is; its outcome raises RequestWithdrawnError. Nothing happens if it ended."""
         # By way of the tokenizer, so that a row that is just being read is found.
         try:
             self._tokenizing.submit(self._thread.post, lambda: self._core.cancel(request_id))
@@ -225,7 +231,7 @@ class Engine:
 
     def list_lora_adapters(self) -> dict[str, Any]:
         """Per adapter: source, digest, rank, bytes, pinned, and where its weights are on this worker."""
-        return self._thread.call(lambda: self._core.adapters.status(self.worker_name))
+        return self._thread.call(lambda: adapter_status(self._core.adapters, self.worker_name))
 
     def loaded_adapters(self) -> dict[str, str]:
         """`{name: path}` of the registered adapters."""
@@ -271,7 +277,7 @@ class Engine:
                 raise
             logger.error("The adapter %r of lora_paths is left out: %s", entry.lora_name, error)
 
-    def _read(self, body: Mapping[str, Any], options: RowOptions, done: Callable[[Outcome], None]) -> None:
+    def _read(self, body: Mapping[str, Any], options: RequestOptions, done: Callable[[Outcome], None]) -> None:
         try:
             sequence = self._reader.read(body, options)
         except LoraWorkerError as error:
@@ -282,13 +288,14 @@ class Engine:
         else:
             self._thread.post(lambda: self._core.add(sequence))
 
-    def _respond(self, end: Finished) -> dict[str, Any]:
-        if end.error is not None:
-            raise end.error
+    def _respond(self, ends: list[Finished]) -> dict[str, Any]:
+        for end in ends:
+            if end.error is not None:
+                raise end.error
         try:
-            return self._writer.write(end)
+            return self._writer.write(ends)
         except Exception as error:
-            logger.exception("The answer of %s could not be written.", end.sequence.request_id)
+            logger.exception("The answer of %s could not be written.", ends[0].sequence.request_id)
             raise GenerationError(f"the answer could not be written: {type(error).__name__}") from error
 
     def _make_info(self) -> dict[str, Any]:
@@ -304,7 +311,7 @@ class Engine:
             "preemptions": scheduler.preemptions,
             "kv_tokens": scheduler.blocks.count * scheduler.blocks.block_size,
             "kv_tokens_free": scheduler.blocks.free_count * scheduler.blocks.block_size,
-            "pool": self._core.adapters.pool_info(self.settings.lora_eviction_policy),
+            "pool": pool_info(self._core.adapters, self.settings.lora_eviction_policy),
         }
 
 

@@ -27,7 +27,8 @@ class ModelRunner:
     def run(self, chunks: Rows[Chunk], *, new_blocks: list[int]) -> torch.Tensor:
         """Logits [sampling rows, V] of the chunks that sample, in their order; float32, or float64 of such a model.
 
-        `chunks` are ordered by slot, base first; `new_blocks` have just been given to them.
+        `chunks` are ordered by their adapters' pages, base first, as LoraBatch says; `new_blocks` have just
+        been given to them.
         """
         if new_blocks:
             self._attention.clear(new_blocks)
@@ -60,12 +61,11 @@ class ModelRunner:
             if segments and segments[-1].slot == sequence.slot:
                 segments[-1] = segments[-1]._replace(end=end)
             elif sequence.slot != BASE_SLOT:
-                segments.append(Segment(sequence.slot, place, end))
+                segments.append(Segment(sequence.slot, sequence.pages, place, end))
             place = end
         adapters = [sequence.adapter for sequence, _ in rows if sequence.adapter is not None]
         return make_lora_batch(
             segments,
-            rank=max((adapter.rank for adapter in adapters), default=0),
             has_bias=any(adapter.has_bias for adapter in adapters),
             device=self._device,
         )

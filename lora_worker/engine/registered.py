@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lora_worker.adapters.reference import AdapterReference, check_name
+from lora_worker.adapters.report import adapter_here
 from lora_worker.adapters.source import portable_path, resolve_task_path
 from lora_worker.errors import UnknownAdapterError
 from lora_worker.settings import Settings
@@ -67,5 +68,5 @@ class RegisteredAdapters:
 
     def _here(self) -> dict[str, dict[str, Any]]:
         adapters = self._core.adapters
-        found = {reference.name: adapters.here(reference.digest) for reference in adapters.registry}
+        found = {reference.name: adapter_here(adapters, reference.digest) for reference in adapters.registry}
         return {name: here.model_dump() for name, here in found.items() if here.cached or here.resident or here.error}

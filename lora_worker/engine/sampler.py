@@ -1,7 +1,8 @@
 """From logits to tokens, each row by its own parameters.
 
 A row's draw depends on its own logits, parameters and seed alone, so it draws the same tokens alone and in any batch.
-The order is transformers': temperature, then top_k, then top_p (the fewest most likely tokens that together reach it).
+The order is transformers': the processors of `logits`, then temperature, top_k, top_p (the fewest most likely tokens
+that together reach it) and min_p (tokens at least so likely, relative to the most likely one).
 """
 
 from __future__ import annotations
@@ -11,48 +12,58 @@ from typing import NamedTuple
 
 import torch
 
-from lora_worker.engine.sequence import SamplingParams
+from lora_worker.engine.logits import LogitsProcessors
+from lora_worker.engine.logprobs import StepLogprobs
+from lora_worker.engine.sequence import SamplingParams, Sequence, TokenLogprobs
 
 # top_p is first tried among so many most likely tokens, since sorting a whole vocabulary is slow.
 TOP_P_CANDIDATES = 1024
 
 
 class Sampled(NamedTuple):
-    """`tokens` [rows], and which rows had logits that are not finite and so have no token."""
+    """`tokens` [rows], which rows had logits that are not finite and so have no token, and log probabilities."""
 
     tokens: list[int]
     is_broken: list[bool]
+    logprobs: list[TokenLogprobs | None]
 
 
 class Sampler:
-    """Draws tokens; keeps one random generator a sampled row, by request id, until `forget`."""
+    """Draws tokens; keeps one random generator a sampled row until `forget`."""
 
     def __init__(self) -> None:
-        self._generators: dict[str, torch.Generator] = {}
+        self._processors = LogitsProcessors()
+        self._generators: dict[Sequence, torch.Generator] = {}
 
-    def sample(self, logits: torch.Tensor, request_ids: Rows[str], params: Rows[SamplingParams]) -> Sampled:
-        """logits [rows, V] in float32 or float64."""
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Rows[Sequence]) -> Sampled:
+        """logits [rows, V] in float32 or float64; those of rows with processors are changed in place."""
         best, tokens = logits.max(dim=-1)
         broken = (~torch.isfinite(best)).tolist()
-        drawn = [i for i, p in enumerate(params) if p.temperature > 0 and not broken[i]]
+        logprobs = StepLogprobs(logits, rows)
+        processed = self._processors.process(logits, rows)
+        if processed:
+            best[processed], tokens[processed] = logits[processed].max(dim=-1)
+        drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0 and not broken[i]]
         tokens_list: list[int] = tokens.tolist()
         if drawn:
-            chosen = [params[i] for i in drawn]
-            places = torch.tensor([self._uniform(request_ids[i], params[i].seed) for i in drawn])
+            chosen = [rows[i].params for i in drawn]
+            places = torch.tensor([self._uniform(rows[i]) for i in drawn])
             temperatures = torch.tensor([p.temperature for p in chosen], dtype=torch.float64, device=logits.device)
             # From the greatest down, so that a tiny temperature makes no infinity but a greedy row.
             subset = (logits[drawn] - best[drawn, None]).double() / temperatures[:, None]
             for i, token in zip(drawn, draw(subset, chosen, places).tolist(), strict=True):
                 tokens_list[i] = token
-        return Sampled(tokens_list, broken)
+        return Sampled(tokens_list, broken, logprobs.of(tokens_list))
 
-    def forget(self, request_id: str) -> None:
-        self._generators.pop(request_id, None)
+    def forget(self, row: Sequence) -> None:
+        self._generators.pop(row, None)
+        self._processors.forget(row)
 
-    def _uniform(self, request_id: str, seed: int) -> float:
-        generator = self._generators.get(request_id)
+    def _uniform(self, row: Sequence) -> float:
+        generator = self._generators.get(row)
         if generator is None:
-            generator = self._generators[request_id] = torch.Generator().manual_seed(seed)
+            generator = self._generators[row] = torch.Generator().manual_seed(row.params.seed)
         return torch.rand((), generator=generator, dtype=torch.float64).item()
 
 
@@ -65,7 +76,11 @@ def draw(scaled: torch.Tensor, params: Rows[SamplingParams], places: torch.Tenso
     tokens = torch.empty(len(params), dtype=torch.long, device=scaled.device)
     plain = [i for i, p in enumerate(params) if not p.top_k and p.top_p >= 1]
     if plain:
-        tokens[plain] = _pick(torch.softmax(scaled[plain], dim=-1), places[plain])
+        probabilities = torch.softmax(scaled[plain], dim=-1)
+        if any(params[i].min_p for i in plain):
+            least = torch.tensor([params[i].min_p for i in plain], dtype=torch.float64, device=scaled.device)
+            probabilities *= probabilities >= least[:, None] * probabilities.amax(dim=-1, keepdim=True)
+        tokens[plain] = _pick(probabilities, places[plain])
     for i, p in enumerate(params):
         if p.top_k or p.top_p < 1:
             tokens[i] = _draw_restricted(scaled[i], p, places[i : i + 1])
@@ -87,7 +102,7 @@ def _draw_restricted(scaled: torch.Tensor, params: SamplingParams, place: torch.
         logits, ids = torch.topk(scaled, count)
         probabilities = torch.softmax(logits, dim=0)
     before = probabilities.cumsum(0) - probabilities
-    kept = probabilities * (before < params.top_p)
+    kept = probabilities * (before < params.top_p) * (probabilities >= params.min_p * probabilities[0])
     return ids[_pick(kept[None], place)[0]]
 
 
@@ -96,5 +111,8 @@ def _pick(weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     cumulative = weights.cumsum(dim=-1)
     targets = places[:, None] * cumulative[:, -1:]
     picked = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    last = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)
-    return torch.minimum(picked, last)
+    beyond = picked == weights.shape[1]
+    if beyond.any():  # a place so close to 1 that its target was rounded to the whole
+        last = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)
+        picked = torch.where(beyond, last, picked)
+    return picked

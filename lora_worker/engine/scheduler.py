@@ -1,23 +1,21 @@
-"""Who runs: which waiting rows are admitted, and which tokens of the running rows make up a step.
+"""Which tokens of the running rows make up a step, and what they hold.
 
-Waiting rows are taken by priority, then arrival. A row whose adapter has no slot lets later ones pass, which keeps the
-rows busy; once it has waited `max_wait_seconds` it lets none of them pass, so the slots drain and it gets the next one.
-Its wait is then bounded by `max_wait_seconds` plus the longest running row. A step carries one token of every row that
-decodes, and fills up with chunks of prompts. Where the KV cache runs out, the row admitted last goes back to wait and
-computes its tokens again later.
+A step carries one token of every row that decodes, and fills up with chunks of prompts. Where the KV cache runs out,
+the row admitted last is paused: it keeps its adapter and its tokens, goes on before any other row starts, and computes
+its keys and values again. Who starts is admission's choice.
 """
 
 from __future__ import annotations
 
 import bisect
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lora_worker.adapters.reference import Readiness
+from lora_worker.engine.admission import Adapters, Admission
 from lora_worker.engine.blocks import BlockManager
 from lora_worker.engine.sequence import Sequence
+from lora_worker.engine.waiting import WaitingRows
 
 
 class Chunk(NamedTuple):
@@ -40,56 +38,70 @@ class Step(NamedTuple):
     new_blocks: list[int]
 
 
+# Starts a row, with its adapter in a slot and held; False where it can't start, or has ended instead. The second
+# argument says whether a load must leave those adapters in their slots for which rows wait.
+Start = Callable[[Sequence, bool], bool]
+
+
 class Scheduler:
-    """Waiting and running rows, and the blocks they hold.
+    """Waiting, running and paused rows, and the blocks they hold.
 
     Args:
-        start: makes a row's adapter ready and holds it, where that can be done now.
+        start: see `Start`.
         stop: lets go of a row's adapter.
     """
 
     def __init__(
         self,
         blocks: BlockManager,
+        adapters: Adapters,
         *,
-        start: Callable[[Sequence], Readiness],
+        start: Start,
         stop: Callable[[Sequence], None],
         max_running: int,
         max_prefill_tokens: int,
         max_wait_seconds: float,
     ) -> None:
         self.blocks = blocks
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitingRows()
         self.running: list[Sequence] = []
+        self.paused: list[Sequence] = []
         self.preemptions = 0
+        self.admission = Admission(
+            self.waiting,
+            adapters,
+            started=lambda: self.running + self.paused,
+            max_running=max_running,
+            max_wait_seconds=max_wait_seconds,
+        )
         self._new_blocks: list[int] = []
         self._start = start
         self._stop = stop
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
-        self._max_wait_seconds = max_wait_seconds
 
     def add(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=lambda s: s.queue_order)
+        self.waiting.add(sequence)
+
+    def add_started(self, sequence: Sequence) -> None:
+        """A row that holds its adapter already, and goes on when there is room."""
+        bisect.insort(self.paused, sequence, key=lambda row: row.queue_order)
 
     def admit(self) -> None:
         """Move rows from waiting to running as long as rows, blocks and slots allow."""
-        now = time.monotonic()
-        left: list[Sequence] = []
-        waiting, self.waiting = self.waiting, []
-        for position, sequence in enumerate(waiting):
-            if len(self.running) >= self._max_running or not self._has_blocks(sequence):
-                left += waiting[position:]
-                break
-            readiness = self._start(sequence)
-            if readiness is Readiness.READY:
+        while self.paused and self._has_row and self._has_blocks(self.paused[0]):
+            self.running.append(self.paused.pop(0))
+        if self.paused or not self.waiting:
+            return
+        self.admission.begin(self._max_running - len(self.running))
+        while self._has_row and (sequence := self.admission.choose()) is not None and self._has_blocks(sequence):
+            if self._start(sequence, self.admission.spares_wanted(sequence.adapter_name)):
+                self.waiting.remove(sequence)
                 self.running.append(sequence)
+                self.admission.note_started(sequence)
             elif not sequence.is_finished:
-                left.append(sequence)
-                if readiness is Readiness.NO_SLOT and now - sequence.arrived_at > self._max_wait_seconds:
-                    left += waiting[position + 1 :]
-                    break
-        self.waiting = left + self.waiting
+                self.admission.pass_over(sequence.adapter_name)
+        self.admission.fetch_ahead()
 
     def schedule(self) -> Step:
         """The next step; its rows have the blocks they need."""
@@ -110,7 +122,9 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a row out, wherever it is, and free what it holds."""
-        for rows in (self.running, self.waiting):
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        for rows in (self.running, self.paused):
             if sequence in rows:
                 rows.remove(sequence)
         self._free_blocks(sequence)
@@ -119,19 +133,27 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         self.blocks.check_integrity([block for sequence in self.running for block in sequence.blocks])
-        assert all(not sequence.blocks for sequence in self.waiting), "a waiting row holds blocks"
+        self.waiting.check_integrity()
+        assert all(not row.blocks for row in (*self.waiting, *self.paused)), "a row that does not run holds blocks"
+        assert all(row.started_at is None and row.adapter is None for row in self.waiting), "a waiting row has started"
         assert len(self.running) <= self._max_running, f"{len(self.running)} rows run"
 
+    def rows(self) -> list[Sequence]:
+        return [*self.running, *self.paused, *self.waiting]
+
     def held(self) -> dict[str, int]:
-        """Rows that have started, by their adapter's digest; a preempted row goes on holding its adapter."""
-        rows = self.running + self.waiting
+        """Rows that have started, by their adapter's digest; a paused row goes on holding its adapter."""
+        rows = self.running + self.paused
         return dict(Counter(sequence.adapter.digest for sequence in rows if sequence.adapter is not None))
+
+    @property
+    def _has_row(self) -> bool:
+        return len(self.running) < self._max_running
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         # One block to spare for every running row: rows that have just been admitted are not to be preempted at once.
-        return self.blocks.needed(len(sequence.tokens), 0) + len(self.running) <= self.blocks.free_count or (
-            not self.running
-        )
+        needed = self.blocks.needed(len(sequence.tokens), 0) + len(self.running)
+        return needed <= self.blocks.free_count or not self.running
 
     def _take_blocks(self, sequence: Sequence, tokens: int) -> bool:
         """Give the row blocks for so many tokens, from later rows if need be; False where it had to go itself."""
@@ -151,7 +173,7 @@ class Scheduler:
         self._free_blocks(sequence)
         sequence.computed = 0
         self.preemptions += 1
-        self.add(sequence)
+        self.add_started(sequence)
 
     def _free_blocks(self, sequence: Sequence) -> None:
         self.blocks.give_back(sequence.blocks)

@@ -19,29 +19,31 @@ class End(NamedTuple):
 
 
 class StopWatch:
-    """Ends rows at the end-of-sequence tokens, at their token limit, and at their stop strings."""
+    """Ends rows at their stop tokens, at their stop strings, and at their token limit.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, eos_ids: frozenset[int]) -> None:
+    Within a row's first `min_tokens` tokens no stop string counts, as in vLLM; stop tokens are not drawn there.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._eos_ids = eos_ids
-        self._texts: dict[str, _GrowingText] = {}
+        self._texts: dict[Sequence, _GrowingText] = {}
 
     def check(self, sequence: Sequence) -> End | None:
         """Whether the token just added ends the row."""
         token = sequence.tokens[-1]
-        if token in self._eos_ids and not sequence.ignore_eos:
+        if token in sequence.stop_token_ids:
             return End("stop")
         if sequence.stop_strings:
-            text = self._texts.get(sequence.request_id)
+            text = self._texts.get(sequence)
             if text is None:
-                text = self._texts[sequence.request_id] = _GrowingText(self._tokenizer, sequence.prompt)
+                text = self._texts[sequence] = _GrowingText(self._tokenizer, sequence.prompt)
             stopped = text.add(token, sequence.stop_strings)
-            if stopped is not None:
+            if stopped is not None and sequence.output_count > sequence.min_tokens:
                 return End("stop", stopped)
         return End("length") if sequence.output_count >= sequence.max_tokens else None
 
-    def forget(self, request_id: str) -> None:
-        self._texts.pop(request_id, None)
+    def forget(self, sequence: Sequence) -> None:
+        self._texts.pop(sequence, None)
 
 
 class _GrowingText:
@@ -55,11 +57,12 @@ class _GrowingText:
         self._text = ""
 
     def add(self, token: int, stop_strings: list[str]) -> str | None:
-        """The text before the earliest stop string, if the token completed one."""
+        """The text before the earliest stop string, of those that the token completed."""
         piece = self._stream.step(self._tokenizer, token)
         if not piece:
             return None
-        start = max(0, len(self._text) - max(len(s) for s in stop_strings) + 1)
+        before = len(self._text)
         self._text += piece
-        found = [place for s in stop_strings if (place := self._text.find(s, start)) >= 0]
+        places = (self._text.find(s, max(0, before - len(s) + 1)) for s in stop_strings)
+        found = [place for place in places if place >= 0]
         return self._text[: min(found)] if found else None

@@ -91,6 +91,8 @@ class EngineThread:
             self._on_broken()
 
     def _take_inbox(self, *, wait: bool) -> None:
+        if wait and not self._core.has_rows:
+            self._check_integrity()
         try:
             # With no rows at all nothing can happen until something is posted.
             timeout = IDLE_LOOK_SECONDS if self._core.has_rows else None
@@ -100,6 +102,13 @@ class EngineThread:
                 action = self._inbox.get_nowait()
         except queue.Empty:
             return
+
+    def _check_integrity(self) -> None:
+        """Between two bursts of work, when nobody waits for it: a count that has drifted is told at once."""
+        try:
+            self._core.check_integrity()
+        except AssertionError as error:
+            logger.critical("A count has drifted, which is a fault of lora-worker; restart this worker: %s", error)
 
     def _run_action(self, action: Callable[[], None]) -> None:
         try:

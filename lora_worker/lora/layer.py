@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
 from lora_worker.kernels.memory import zeros
-from lora_worker.kernels.torch_lora import LoraBatch, add_bias, add_lora
+from lora_worker.kernels.pages import PAGE_RANKS
+from lora_worker.kernels.torch_lora import LoraBatch, add_bias, add_lora, rows_of
 
 
 class LoraPair(NamedTuple):
@@ -40,10 +41,18 @@ class LoraStep:
     output_batch: LoraBatch | None = None
 
 
-class LoraLayer(nn.Module, ABC):
-    """A module of the base model and, beside it, the pool's weights for it, one adapter a slot.
+class Place(NamedTuple):
+    """Where an adapter lies in the pool: its slot, and the pages that hold its weights."""
 
-    A slot is zero where its adapter lacks this module or has a smaller rank. The base module is used unchanged.
+    slot: int
+    pages: tuple[int, ...]
+
+
+class LoraLayer(nn.Module, ABC):
+    """A module of the base model and, beside it, the pool's weights for it.
+
+    Weights lie in pages of PAGE_RANKS ranks, the same pages of every module. Where an adapter lacks this module or has
+    a smaller rank, its pages are zero. The base module is used unchanged.
     """
 
     a: torch.Tensor
@@ -56,6 +65,8 @@ class LoraLayer(nn.Module, ABC):
         self.allocates_late = allocates_late
         self.is_allocated = False
         self._step = step
+        self._slots: set[int] = set()  # whose adapters have this module
+        self._written: set[int] = set()  # pages that may hold something but zeros
 
     @property
     def weight(self) -> torch.Tensor:
@@ -64,21 +75,46 @@ class LoraLayer(nn.Module, ABC):
         assert isinstance(weight, torch.Tensor)
         return weight
 
-    @abstractmethod
-    def allocate(self, slots: int, rank: int) -> int:
-        """Make room for `slots` adapters of up to `rank`; returns the bytes taken."""
+    def put(self, place: Place, pair: LoraPair | None) -> None:
+        """Copy an adapter's weights into its place; None where the adapter leaves this module as it is."""
+        slot, pages = place
+        if pair is None:
+            if slot in self._slots:
+                self._slots.remove(slot)
+                self._zero_bias(slot)
+            for page in self._written.intersection(pages):
+                self._zero(page)
+            self._written.difference_update(pages)
+            return
+        self._slots.add(slot)
+        self._written.update(pages)
+        self._copy(place, pair)
 
     @abstractmethod
-    def put(self, slot: int, pair: LoraPair) -> None:
-        """Copy an adapter's weights into a clear slot."""
+    def allocate(self, slots: int, pages: int) -> int:
+        """Make room for `pages` pages of `slots` adapters; returns the bytes taken."""
 
-    def clear(self, slot: int) -> None:
-        self.a[slot].zero_()
-        self.b[slot].zero_()
+    @property
+    @abstractmethod
+    def page_bytes(self) -> int:
+        """The bytes of one page."""
+
+    @abstractmethod
+    def _zero(self, page: int) -> None: ...
+
+    @abstractmethod
+    def _zero_bias(self, slot: int) -> None: ...
+
+    @abstractmethod
+    def _copy(self, place: Place, pair: LoraPair) -> None:
+        """Fill the place's pages whole, with zeros beyond the pair's rank."""
+
+    def _is_in(self, batch: LoraBatch | None) -> bool:
+        return batch is not None and not self._slots.isdisjoint(batch.slots)
 
 
 class LoraLinear(LoraLayer):
-    """A linear module, fused or transposed weights and all: `a` [S, R, H], `b` [S, R, O], `bias` [S, O]."""
+    """A linear module, fused or transposed weights and all: `a` [P, H], `b` [P, O], `bias` [S, O]."""
 
     bias_delta: torch.Tensor
 
@@ -90,28 +126,37 @@ class LoraLinear(LoraLayer):
         self.out_features = out_features
         self._is_output = is_output
 
-    def allocate(self, slots: int, rank: int) -> int:
-        self.a = zeros(slots, rank, self.in_features, like=self.weight)
-        self.b = zeros(slots, rank, self.out_features, like=self.weight)
+    def allocate(self, slots: int, pages: int) -> int:
+        self.a = zeros(pages * PAGE_RANKS, self.in_features, like=self.weight)
+        self.b = zeros(pages * PAGE_RANKS, self.out_features, like=self.weight)
         self.bias_delta = zeros(slots, self.out_features, like=self.weight)
         self.is_allocated = True
         return self.a.nbytes + self.b.nbytes + self.bias_delta.nbytes
 
-    def clear(self, slot: int) -> None:
-        super().clear(slot)
+    @property
+    def page_bytes(self) -> int:
+        return PAGE_RANKS * (self.in_features + self.out_features) * self.weight.element_size()
+
+    def _zero(self, page: int) -> None:
+        rows = slice(page * PAGE_RANKS, (page + 1) * PAGE_RANKS)
+        self.a[rows].zero_()
+        self.b[rows].zero_()
+
+    def _zero_bias(self, slot: int) -> None:
         self.bias_delta[slot].zero_()
 
-    def put(self, slot: int, pair: LoraPair) -> None:
-        rank = pair.a.shape[0]
-        self.a[slot, :rank].copy_(pair.a)
-        self.b[slot, :rank].copy_(pair.b)
-        if pair.bias is not None:
-            self.bias_delta[slot].copy_(pair.bias)
+    def _copy(self, place: Place, pair: LoraPair) -> None:
+        _fill(self.a, place.pages, pair.a)
+        _fill(self.b, place.pages, pair.b)
+        if pair.bias is None:
+            self._zero_bias(place.slot)
+        else:
+            self.bias_delta[place.slot].copy_(pair.bias, non_blocking=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x)
         batch = self._step.output_batch if self._is_output else self._step.batch
-        if batch is not None and self.is_allocated:
+        if batch is not None and self._is_in(batch):
             flat = out.view(-1, self.out_features)
             add_lora(flat, x.reshape(-1, self.in_features), self.a, self.b, batch)
             add_bias(flat, self.bias_delta, batch)
@@ -119,30 +164,56 @@ class LoraLinear(LoraLayer):
 
 
 class LoraEmbedding(LoraLayer):
-    """The input embedding: `a` [S, V, R], `b` [S, R, H]."""
+    """The input embedding: `a` [pages, V, PAGE_RANKS], `b` [P, H]."""
 
     def __init__(self, base: nn.Embedding, step: LoraStep) -> None:
         super().__init__(base, step, allocates_late=True)
         self.num_embeddings = base.num_embeddings
         self.embedding_dim = base.embedding_dim
 
-    def allocate(self, slots: int, rank: int) -> int:
-        self.a = zeros(slots, self.num_embeddings, rank, like=self.weight)
-        self.b = zeros(slots, rank, self.embedding_dim, like=self.weight)
+    def allocate(self, slots: int, pages: int) -> int:  # noqa: ARG002 - an embedding has no bias, so none a slot
+        self.a = zeros(pages, self.num_embeddings, PAGE_RANKS, like=self.weight)
+        self.b = zeros(pages * PAGE_RANKS, self.embedding_dim, like=self.weight)
         self.is_allocated = True
         return self.a.nbytes + self.b.nbytes
 
-    def put(self, slot: int, pair: LoraPair) -> None:
-        rank = pair.a.shape[0]
-        self.a[slot, :, :rank].copy_(pair.a.t())
-        self.b[slot, :rank].copy_(pair.b)
+    @property
+    def page_bytes(self) -> int:
+        return PAGE_RANKS * (self.num_embeddings + self.embedding_dim) * self.weight.element_size()
+
+    def _zero(self, page: int) -> None:
+        self.a[page].zero_()
+        self.b[page * PAGE_RANKS : (page + 1) * PAGE_RANKS].zero_()
+
+    def _zero_bias(self, slot: int) -> None:
+        """Nothing: an embedding's adapter has no bias."""
+
+    def _copy(self, place: Place, pair: LoraPair) -> None:
+        for i, page in enumerate(place.pages):
+            part = pair.a[i * PAGE_RANKS : (i + 1) * PAGE_RANKS]
+            self.a[page, :, : part.shape[0]].copy_(part.t(), non_blocking=True)
+            self.a[page, :, part.shape[0] :].zero_()
+        _fill(self.b, place.pages, pair.b)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(ids)
         batch = self._step.batch
-        if batch is not None and self.is_allocated:
+        if batch is not None and self._is_in(batch):
             flat_out, flat_ids = out.view(-1, self.embedding_dim), ids.reshape(-1)
-            for slot, start, end in batch.segments:
-                shrunk = F.embedding(flat_ids[start:end], self.a[slot])[:, : batch.rank]
-                flat_out[start:end].addmm_(shrunk, self.b[slot, : batch.rank])
+            for _, pages, start, end in batch.segments:
+                for page in pages:
+                    shrunk = F.embedding(flat_ids[start:end], self.a[page])
+                    flat_out[start:end].addmm_(shrunk, self.b[page * PAGE_RANKS : (page + 1) * PAGE_RANKS])
         return out
+
+
+def _fill(storage: torch.Tensor, pages: tuple[int, ...], values: torch.Tensor) -> None:
+    """Write `values` [R, X] into the pages' rows of `storage` [P, X], and zeros into what is left of the pages."""
+    rows = rows_of(pages, storage.device)
+    if not isinstance(rows, slice):
+        for i, page in enumerate(pages):
+            _fill(storage, (page,), values[i * PAGE_RANKS : (i + 1) * PAGE_RANKS])
+        return
+    room = storage[rows]
+    room[: values.shape[0]].copy_(values, non_blocking=True)
+    room[values.shape[0] :].zero_()

@@ -121,7 +121,7 @@ class PacedAdapters:
         assert held == +self._held, f"held {dict(+self._held)}, but the rows hold {dict(held)}"
         assert set(held) <= set(self._ready_at), f"rows run without a slot: {set(held) - set(self._ready_at)}"
         assert len(self._ready_at) <= self._settings.max_loras_per_batch, f"{len(self._ready_at)} slots are taken"
-        assert len(self._policy) == len(self._ready_at), "policy and slots disagree"
+        assert set(self._policy) == set(self._ready_at), "policy and slots disagree"
 
     # ---------------------------------------------------------------------------------------------
 
@@ -143,8 +143,8 @@ class PacedAdapters:
         if len(self._ready_at) < self._settings.max_loras_per_batch:
             return True
         now = time.monotonic()
-        pinned = self.registry.pinned_digests()
-        victim = self._policy.victim(lambda d: bool(self._held[d]) or d in pinned or self._ready_at[d] > now)
+        blocked = {reference.digest for reference in self.registry.pinned()} | set(+self._held)
+        victim = next((d for d in self._policy if d not in blocked and self._ready_at[d] <= now), None)
         if victim is None:
             return False
         self._remove(victim)
@@ -152,7 +152,7 @@ class PacedAdapters:
         return True
 
     def _free_if_unused(self, digest: str) -> None:
-        if digest in self._ready_at and not self._held[digest] and not self.registry.has_digest(digest):
+        if digest in self._ready_at and not self._held[digest] and not self.registry.names_of(digest):
             self._remove(digest)
 
     def _remove(self, digest: str) -> None:

@@ -54,7 +54,8 @@ class Row:
     def prompt(self) -> str | list[int]:
         if self.request.prompt is not None:
             return self.request.prompt
-        return " ".join(message.content or "" for message in self.request.messages or [])
+        contents = (message.content or "" for message in self.request.messages or [])
+        return " ".join(c if isinstance(c, str) else "".join(part.text for part in c) for c in contents)
 
     @property
     def text(self) -> str:

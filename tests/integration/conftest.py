@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from support.worker_process import WorkerProcess
 
 from lora_worker.client import Client
 from lora_worker.embedded import EmbeddedServer
+from lora_worker.engine import Engine
+from lora_worker.settings import Settings
 from lora_worker.settings_sources import PREFIX
 
 ADAPTERS = [f"adapter-{i}" for i in range(6)]
@@ -86,3 +88,22 @@ def client(worker: WorkerProcess) -> Iterator[Client]:
 def connection(server: EmbeddedServer) -> Iterator[redis.Redis]:
     with redis.Redis(port=server.port, decode_responses=True) as made:
         yield made
+
+
+@pytest.fixture
+def paths(tiny_adapters: Callable[[str], dict[str, Path]]) -> dict[str, Path]:
+    return tiny_adapters("llama")
+
+
+@pytest.fixture
+def make_engine(tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(*, device: str = "cpu", **settings: Any) -> Engine:
+        engine = Engine(Settings(model=tiny_model("llama"), dtype="float64", device=device, **settings))
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()

@@ -10,6 +10,9 @@ from lora_worker import errors
 from lora_worker.errors import InvalidRequestError, LoraWorkerError
 from lora_worker.messages import parse_generate
 
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
 
 def test_defaults_are_openais() -> None:
     completion = parse_generate({"prompt": "hello"})
@@ -24,7 +27,10 @@ def test_defaults_are_openais() -> None:
     [
         ({}, ["neither", "prompt", "messages"]),
         ({"prompt": "a", "messages": [{"role": "user"}]}, ["both"]),
-        ({"prompt": "a", "stream": True}, ["'stream'", "max_tokens"]),
+        ({"prompt": "a", "stream": True}, ["'stream' is not served", "leave it out"]),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, ["'response_format' is not served", "grammar"]),
+        ({"prompt": "a", "best_off": 2}, ["'best_off' is no field", "max_tokens"]),
+        ({"prompt": "a", "best_off": None}, ["'best_off' is no field"]),
         ({"prompt": "a", "max_tokens": -1}, ["max_tokens", "-1"]),
         ({"prompt": "a", "max_tokens": 1.5}, ["max_tokens", "1.5"]),
         ({"prompt": "a", "max_tokens": True}, ["max_tokens"]),
@@ -40,6 +46,33 @@ def test_defaults_are_openais() -> None:
         ({"messages": []}, ["messages", "non-empty"]),
         ({"messages": "hello"}, ["messages", "list"]),
         ({"prompt": "a", "max_completion_tokens": 4}, ["max_completion_tokens", "max_tokens"]),
+        ({"prompt": "a", "n": 0}, ["n has", "0"]),
+        ({"prompt": "a", "n": 129}, ["n has", "129", "128"]),
+        ({"prompt": "a", "min_tokens": 17}, ["min_tokens", "17", "16"]),
+        ({"prompt": "a", "min_p": 1.1}, ["min_p"]),
+        ({"prompt": "a", "presence_penalty": 2.5}, ["presence_penalty", "2.5"]),
+        ({"prompt": "a", "frequency_penalty": -2.5}, ["frequency_penalty", "-2.5"]),
+        ({"prompt": "a", "repetition_penalty": 0}, ["repetition_penalty", "0"]),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, ["logit_bias", "token ids"]),
+        ({"prompt": "a", "logit_bias": {"1": 101}}, ["logit_bias", "100"]),
+        ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, ["logit_bias", "1024"]),
+        ({"prompt": "a", "stop_token_ids": ["x"]}, ["stop_token_ids", "token ids"]),
+        ({"prompt": "a", "stop_token_ids": list(range(1025))}, ["stop_token_ids", "1024"]),
+        ({"prompt": "a", "logprobs": True}, ["logprobs", "integer", "0 to 20"]),
+        ({"prompt": "a", "logprobs": 21}, ["logprobs", "0 to 20"]),
+        ({"prompt": "a", "top_logprobs": 2}, ["top_logprobs belongs to a chat"]),
+        ({"prompt": "a", "tools": TOOLS}, ["tools belongs to a chat"]),
+        ({**CHAT, "logprobs": 2}, ["logprobs", "true or false"]),
+        ({**CHAT, "top_logprobs": 2}, ["top_logprobs", "logprobs"]),
+        ({**CHAT, "tools": []}, ["tools", "non-empty"]),
+        ({**CHAT, "tools": [{"type": "custom", "custom": {"name": "f"}}]}, ["tools", "function"]),
+        ({**CHAT, "tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, ["not strict"]),
+        ({**CHAT, "tools": TOOLS, "tool_choice": "required"}, ["tool_choice", "'auto' or 'none'"]),
+        ({"messages": [{"role": "user"}]}, ["message 0", "no content"]),
+        (
+            {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "image_url"}]}]},
+            ["message 1", "text"],
+        ),
     ],
 )
 def test_a_wrong_body_is_one_sentence(body: dict[str, Any], words: list[str]) -> None:
@@ -48,6 +81,26 @@ def test_a_wrong_body_is_one_sentence(body: dict[str, Any], words: list[str]) ->
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_null_is_absence_and_values_that_ask_for_nothing_are_accepted() -> None:
+    plain = parse_generate({"prompt": "a"})
+    nothing = {"stream": False, "best_of": 1, "suffix": None, "user": "me", "temperature": None, "logit_bias": None}
+    assert parse_generate({"prompt": "a", **nothing}) == plain
+
+
+def test_a_tool_and_a_message_keep_what_else_they_carry() -> None:
+    messages = [*CHAT["messages"], {"role": "tool", "content": "rain", "tool_call_id": "7"}]
+    request = parse_generate({"messages": messages, "tools": TOOLS})
+    assert request.model_dump(include={"messages", "tools"}, exclude_unset=True) == {
+        "messages": messages,
+        "tools": TOOLS,
+    }
+
+
+def test_token_ids_of_a_bias_are_strings_or_integers() -> None:
+    request = parse_generate({"prompt": "a", "logit_bias": {"5": -100, 6: 1.5}})
+    assert request.logit_bias == {5: -100, 6: 1.5}
 
 
 def test_an_error_never_repeats_the_prompt() -> None:
