@@ -85,7 +85,7 @@ class Steward:
     def restore(self, worker_id: str, how: str) -> int | None:
         """Put a worker's messages back; how many, or None where it lives or a peer was faster.
 
-        `how` is 'dead' or 'leaving'.
+        `how`: 'dead' or 'leaving'.
         """
         keys = self._keys
         names = [
