@@ -11,6 +11,8 @@ from redis.retry import Retry
 
 from lora_worker.errors import SettingsError
 
+OLDEST_REDIS = (6, 2)
+
 
 def connect(url: str, *, timeout_seconds: float) -> Redis:
     """A client that answers or raises within the timeout, and never tries again by itself.
@@ -35,7 +37,8 @@ def tags_under(redis: Redis, key: str) -> set[str]:
 
 def check_server(redis: Redis) -> None:
     """Raise SettingsError where the server is of a kind on which claims and leases would not hold."""
-    mode = redis.info("server").get("redis_mode", "standalone")
+    server = redis.info("server")
+    mode = server.get("redis_mode", "standalone")
     if mode == "cluster":
         raise SettingsError(
             "redis_url names a Redis Cluster, which would spread a fleet's keys over servers, so that no claim could "
@@ -46,6 +49,9 @@ def check_server(redis: Redis) -> None:
             "redis_url names a Redis Sentinel, which holds no queues, and failing over through Sentinel is not "
             "supported; name the Redis server itself"
         )
+    version = str(server.get("redis_version", ""))
+    if version and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
+        raise SettingsError(f"the Redis at redis_url is of version {version}; 6.2 or newer is needed")
 
 
 def script(name: str) -> str:

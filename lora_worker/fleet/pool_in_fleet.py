@@ -153,7 +153,7 @@ class PoolInFleet:
         return Load(
             in_hand=len(self._ledger),
             rows=len(rows),
-            unstarted=sum(not row.is_started for row in rows),
+            has_unstarted=any(not row.is_started for row in rows),
             unsettled=self._ledger.unsettled,
             is_paused=self._quarantine.is_active or self._pool.is_draining,
         )
@@ -180,13 +180,12 @@ class PoolInFleet:
     def _describe(self) -> dict[str, Any]:
         info = self._pool.engine.info()
         pool = info.get("pool", {})
-        load = self._load()
         return {
             "rows": self._pool.row_limit,
             "running": info.get("running", 0),
             "rows_free": max(0, self._pool.row_limit - info.get("running", 0)),
-            "waiting": load.unstarted,
-            "in_hand": load.in_hand,
+            "waiting": sum(not row.is_started for row in self._pool.rows),
+            "in_hand": len(self._ledger),
             "pinned": pool.get("pinned", []),
             "resident": sorted(pool.get("slots", {}).values()),
         }
