@@ -7,6 +7,7 @@ from importlib.resources import files
 
 from redis import Redis
 from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from lora_worker.errors import SettingsError
@@ -37,7 +38,10 @@ def tags_under(redis: Redis, key: str) -> set[str]:
 
 def check_server(redis: Redis) -> None:
     """Raise SettingsError where the server is of a kind on which claims and leases would not hold."""
-    server = redis.info("server")
+    try:
+        server = redis.info("server")
+    except NoPermissionError:
+        return  # an account that may not ask (docs/redis.md): nothing is known against the server
     mode = server.get("redis_mode", "standalone")
     if mode == "cluster":
         raise SettingsError(

@@ -199,6 +199,16 @@ def test_a_cluster_and_a_sentinel_are_refused_with_a_sentence(redis: Redis, monk
             check_server(redis)
 
 
+def test_an_account_that_may_not_ask_what_the_server_is_is_served(server: EmbeddedServer, redis: Redis) -> None:
+    redis.acl_setuser("lora", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all", "-info"])
+    url = server.url.replace("redis://", "redis://lora:pw@")
+    member = FleetMember(Settings(redis_url=url, lease_seconds=LEASE_SECONDS), "one@host")
+    member.check()
+    member.join()
+    wait_for(lambda: member.members, "the member has looked around")
+    member.leave()
+
+
 def test_an_old_redis_is_refused_with_a_sentence(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis, "info", lambda _: {"redis_version": "6.0.16"})
     with pytest.raises(SettingsError, match=r"6\.0\.16.*6\.2 or newer"):
