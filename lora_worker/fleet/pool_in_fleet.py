@@ -141,12 +141,11 @@ class PoolInFleet:
 
     def _abandon(self, foreign: set[str]) -> None:
         """Peers have restored these messages, since this worker was away for longer than its lease."""
-        count = 0
-        for row in self._pool.rows:
-            if foreign.issuperset(row.tags):
-                row.abandon()
-                count += 1
-        logger.warning("%d rows here were another worker's by now, and were stopped.", count)
+        rows = [row for row in self._pool.rows if foreign.issuperset(row.tags)]
+        # The unstarted first: the place of one that ran would be given to the next of them.
+        for row in sorted(rows, key=lambda row: row.is_started):
+            row.abandon()
+        logger.warning("%d rows here were another worker's by now, and were stopped.", len(rows))
 
     def _load(self) -> Load:
         rows = self._pool.rows
