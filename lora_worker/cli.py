@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lora_worker.cli_batch import batch
 from lora_worker.client import Client
 from lora_worker.errors import InvalidAdapterError, LoraWorkerError, SettingsError
 from lora_worker.fleet.backlog import Backlog, read_backlog
@@ -73,6 +74,9 @@ def status() -> None:
     )
     if not stats:
         sys.exit(1)
+
+
+cli.add_command(batch)
 
 
 @cli.command(name="check-adapter")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from celery import Celery
@@ -10,6 +12,8 @@ from kombu.entity import Exchange, Queue
 
 # Celery raises a task's error as its own class where the module of the class has been imported.
 import lora_worker.errors as _errors  # noqa: F401
+from lora_worker.batch.flight import Flight
+from lora_worker.batch.stream import MAX_IN_FLIGHT, BatchResult, run_rows
 from lora_worker.fleet.configuration import common_configuration
 from lora_worker.fleet.keys import Keys
 from lora_worker.fleet.revoked import write_revoked
@@ -90,18 +94,30 @@ class Client:
         write_revoked(self.app.backend.client, self._keys, task_ids, remember_seconds=remember)
         self.app.control.revoke(list(task_ids), terminate=True)
 
+    def batch(self, rows: Iterable[Any], *, max_in_flight: int = MAX_IN_FLIGHT) -> Iterator[BatchResult]:
+        """Generate for any number of rows, and yield each row's result as it is ready.
+
+        A row is a request body, or an object in OpenAI's batch form. Rows are taken from the iterable as room comes
+        up, `max_in_flight` at a time, so a slow consumer holds up the producer and memory stays flat; among those,
+        rows of one adapter are sent together. A row that fails yields its error. Leaving the loop early revokes what
+        is in flight.
+        """
+        return run_rows(rows, self.flight(str(uuid.uuid4())), max_in_flight=max_in_flight)
+
+    def flight(self, job: str) -> Flight:
+        """What `batch` and the batch command send by; `job` is a UUID."""
+        return Flight(self.app, job, self._keys, queue_of=self.queue_of, cancel=self.cancel)
+
+    def queue_of(self, model: Any, task: str = GENERATE) -> Queue:
+        """The queue of a model's requests (None: the bare base), or of another task."""
+        name = queue_for(task, model, self._keys, base_name=self._base_name)
+        return Queue(name, exchange=Exchange(""), routing_key=name)
+
     def close(self) -> None:
         """Give the connections back."""
         self.app.close()
 
     def _send(self, name: str, kwargs: dict[str, Any], **options: Any) -> AsyncResult:
         # Celery would put the arguments into the message a second time, in clear, for logs and events to show.
-        queue = queue_for(name, kwargs.get("model"), self._keys, base_name=self._base_name)
-        return self.app.send_task(
-            name,
-            kwargs=kwargs,
-            queue=Queue(queue, exchange=Exchange(""), routing_key=queue),
-            argsrepr="",
-            kwargsrepr="",
-            **options,
-        )
+        queue = self.queue_of(kwargs.get("model"), name)
+        return self.app.send_task(name, kwargs=kwargs, queue=queue, argsrepr="", kwargsrepr="", **options)

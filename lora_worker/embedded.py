@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +21,9 @@ from lora_worker.errors import EmbeddedServerError
 
 START_SECONDS = 10.0
 STOP_SECONDS = 10.0
+
+# The number of `prctl`'s option in Linux's headers.
+_PR_SET_PDEATHSIG = 1
 
 
 def find_server() -> str:
@@ -40,10 +46,12 @@ def find_server() -> str:
 class EmbeddedServer:
     """A server of its own on a free port of the loopback, with a folder of its own; ends with `stop`.
 
-    A second `start` uses the same port and folder, so what was appended to the log is there again.
+    A second `start` uses the same port and folder, so what was appended to the log is there again. With
+    `ends_with_parent` it doesn't survive the thread that starts it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_with_parent: bool = False) -> None:
+        self._preexec = end_with_parent if ends_with_parent else None
         self._folder = tempfile.TemporaryDirectory(prefix="lora-worker-redis-")
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
@@ -73,6 +81,7 @@ class EmbeddedServer:
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            preexec_fn=self._preexec,
         )
         end = time.monotonic() + START_SECONDS
         client = redis.Redis(port=self.port)
@@ -97,6 +106,12 @@ class EmbeddedServer:
             self._process.terminate()
             self._process.wait(STOP_SECONDS)
             self._process = None
+
+
+def end_with_parent() -> None:
+    """In a child before it runs: end when whoever started it is killed, and be no orphan (on Linux alone)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:

@@ -72,5 +72,13 @@ class EmbeddedServerError(LoraWorkerError):
     """The embedded Redis-compatible server could not be found or started."""
 
 
+class LocalWorkerError(LoraWorkerError):
+    """A worker of the command's own did not start; the end of its log follows."""
+
+
 class DemoError(LoraWorkerError):
     """The demo cannot run as things are; the sentence names the remedy."""
+
+
+class BatchError(LoraWorkerError):
+    """A batch file cannot be read, written or continued."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from celery.exceptions import TimeoutError as ResultTimeoutError
 from celery.result import AsyncResult
 from rich.console import Console
 from rich.markup import escape
@@ -23,6 +21,7 @@ from lora_worker.client import Client
 from lora_worker.demo.model import find_gguf, prepare_model
 from lora_worker.embedded import EmbeddedServer, find_server
 from lora_worker.errors import DemoError
+from lora_worker.local_worker import local_worker
 from lora_worker.settings_sources import PREFIX
 
 ADAPTERS = Path(__file__).parent / "adapters"
@@ -39,8 +38,6 @@ PROMPTS = (
 )
 MAX_TOKENS = 32
 SLOTS = 2
-START_SECONDS = 120.0
-STOP_SECONDS = 30.0
 LOOK_SECONDS = 0.05
 
 
@@ -88,46 +85,17 @@ def _worker(redis_url: str, model: Path, console: Console) -> Iterator[subproces
     others = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     environment = {
         **others,
-        "LORA_WORKER_REDIS_URL": redis_url,
         "LORA_WORKER_MODEL": str(model),
         "LORA_WORKER_LORA_PATHS": ",".join(f"{name}={ADAPTERS / name}" for name in NAMES if name),
         "LORA_WORKER_MAX_LORAS_PER_BATCH": str(SLOTS),
         "LORA_WORKER_MAX_MODEL_LEN": "1024",
         "LORA_WORKER_DRAIN_SECONDS": "2",
     }
-    command = [sys.executable, "-m", "celery", "-A", "lora_worker", "worker", "-n", "demo@%h", "-l", "INFO"]
     console.print("[dim]$ celery -A lora_worker worker[/dim]")
-    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
-        # In a session of its own, so that Ctrl-C in the terminal reaches the demo alone, which then stops the worker.
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            with console.status("Starting the worker ..."):
-                _wait_until_ready(process, redis_url, log)
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], redis_url: str, log: Any) -> None:
-    client = Client(redis_url)
-    result = client.list_lora_adapters()
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            result.get(timeout=1)
-        except ResultTimeoutError:
-            continue
-        client.close()
-        return
-    log.seek(0)
-    raise DemoError(f"the worker did not start; the end of its log:\n{log.read()[-2000:]}")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as started:
+        with console.status("Starting the worker ..."):
+            worker = started.enter_context(local_worker("demo", redis_url, environment, folder=Path(folder)))
+        yield worker
 
 
 def _collect(asked: list[Asked], worker: subprocess.Popen[bytes], console: Console) -> list[dict[str, Any]]:

@@ -60,6 +60,10 @@ class Keys:
         """The queue that one worker alone claims from; what it leaves there goes back to the inbox when it is gone."""
         return f"{self.prefix}.w.{worker_id}"
 
+    def batch(self, job: str) -> str:
+        """Set: the names of the tasks of one batch that are published and whose answers have not been taken."""
+        return f"{self.prefix}:batch:{job}"
+
     @property
     def queues(self) -> list[str]:
         """Every queue but the workers' own."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from redis.exceptions import RedisError
 
 from lora_worker.adapters.reference import AdapterReference
+from lora_worker.adapters.room import PinRoom
 from lora_worker.errors import EngineStoppedError
 from lora_worker.fleet.leaving import Leaving, Row
 from lora_worker.fleet.pins import pinned_here
@@ -57,7 +58,7 @@ class Reconciler:
         *,
         base_name: str,
         own_pins: frozenset[str],
-        slots: int,
+        pin_room: PinRoom,
         rows: Callable[[], Iterable[Row]],
         restore: Callable[[Entries], None],
         changed: Callable[[], None],
@@ -69,7 +70,7 @@ class Reconciler:
         self._registered = registered
         self._base_name = base_name
         self._own_pins = own_pins
-        self._slots = slots
+        self._pin_room = pin_room
         self.leaving = Leaving(rows, changed)
         self._restore = restore
         self._changed = changed
@@ -182,9 +183,12 @@ class Reconciler:
     def _apply(self, changes: Changes) -> None:
         kept = {} if changes.is_whole else {n: e for n, e in self.entries.items() if n not in changes.gone}
         entries = {name: entry for name, entry in {**kept, **changes.entries}.items() if name != self._base_name}
-        pinned, left_out = pinned_here(entries.values(), self._own_pins, slots=self._slots)
+        pinned, left_out = pinned_here(entries.values(), self._own_pins, self._pin_room)
         if left_out - self._left_out:
-            logger.error("Not pinned here, since one slot must stay unpinned: %s", ", ".join(sorted(left_out)))
+            logger.error(
+                "Not pinned here, since a slot and room for the greatest rank must stay unpinned: %s",
+                ", ".join(sorted(left_out)),
+            )
         known = self._registered.references()
         touched = changes.entries.keys() | changes.gone | (pinned ^ self.pinned)
         wanted: dict[str, AdapterReference | None] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from lora_worker.adapters.reference import AdapterReference, check_name
 from lora_worker.adapters.registry import unknown_adapter
+from lora_worker.adapters.room import PinRoom
 from lora_worker.adapters.source import portable_path
 from lora_worker.errors import AdapterConflictError, AdapterTimeoutError, EngineStoppedError
 from lora_worker.fleet import decisions
@@ -64,7 +65,7 @@ class FleetRegistry:
             registered,
             base_name=settings.base_name,
             own_pins=self._own_pins,
-            slots=settings.max_loras_per_batch,
+            pin_room=PinRoom.of(settings),
             rows=rows,
             restore=self._restore,
             changed=changed,
@@ -82,7 +83,7 @@ class FleetRegistry:
         """What this worker reports to the others."""
         return {
             "worker": self._worker_name,
-            "slots": self._settings.max_loras_per_batch,
+            "pin_room": PinRoom.of(self._settings),
             "own_pins": sorted(self._own_pins),
             "refused": {name: sentence for name, (digest, sentence) in self._refused.items() if self._is(name, digest)},
             **self.reconciler.describe(),
@@ -167,9 +168,10 @@ class FleetRegistry:
         self.reconciler.refresh()
         references = {**self.reconciler.entries, reference.name: reference}.values()
         for worker_id, report in {**self._store.reports(), self._worker_id: self.describe()}.items():
-            if "slots" in report:
+            if "pin_room" in report:
                 worker = worker_name_of(worker_id, report)
-                check_pin(reference.name, references, report["own_pins"], slots=report["slots"], worker=worker)
+                room = PinRoom(*report["pin_room"])
+                check_pin(reference.name, references, report["own_pins"], room, worker=worker)
 
     def _wait_until_all_let_go(self, name: str, generation: int, timeout_seconds: float | None) -> None:
         """Until no worker can answer with what the name stood for before that generation."""

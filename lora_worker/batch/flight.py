@@ -1,0 +1,171 @@
+"""What is in flight: tasks that were published and whose answers have not been taken yet."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from celery import Celery, states
+from kombu.entity import Queue
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+
+from lora_worker.batch.lost import find_messages
+from lora_worker.batch.publishing import Outgoing, Publisher
+from lora_worker.batch.rows import code_of
+from lora_worker.fleet.keys import Keys
+
+# What Redis raises while it is away, or full; the batch waits, and goes on.
+REDIS_ERRORS = (RedisError, OperationalError, ConnectionError)
+
+# Few enough that answers of a megabyte each still fit into memory.
+FETCH_KEYS = 200
+REVOKE_IDS = 1000
+# A worker that dies between storing an answer and acknowledging its message leaves the message to its peers, who run it
+# once more if they don't find the answer. They have it within the lease, of 15 s by default.
+FREED_SECONDS = 30
+
+
+class Answer(NamedTuple):
+    """How a task ended: with OpenAI's object, or with the kind of its error and a sentence."""
+
+    name: str
+    task_id: str
+    response: dict[str, Any] | None
+    code: str | None = None
+    message: str = ""
+
+
+class _Task(NamedTuple):
+    id: str
+    result_key: bytes
+
+
+class Flight:
+    """Publishes tasks, takes their answers in bulk, and frees them; holds no subscription.
+
+    A task has a name within the batch, and its id follows from both, so that a client that comes back finds its tasks.
+
+    Args:
+        app: the client's Celery app.
+        job: the batch's id, a UUID.
+        keys: the fleet's names in Redis.
+        queue_of: the queue of a model's requests.
+        cancel: revokes the tasks of these ids, wherever they are.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        job: str,
+        keys: Keys,
+        *,
+        queue_of: Callable[[str | None], Queue],
+        cancel: Callable[..., None],
+    ) -> None:
+        self._app = app
+        self._job = uuid.UUID(job)
+        self._queue_of = queue_of
+        self._cancel = cancel
+        self._redis = app.backend.client
+        self._key = keys.batch(job)
+        self._keys = keys
+        self._publisher = Publisher(app, self._redis, self._key)
+        self._in_flight: dict[str, _Task] = {}
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tasks in flight, the oldest first."""
+        return list(self._in_flight)
+
+    def task_id(self, name: str) -> str:
+        return str(uuid.uuid5(self._job, name))
+
+    def send(self, bodies: dict[str, dict[str, Any]]) -> None:
+        """Publish generate requests by name. One that is in flight already is awaited and not published again."""
+        tasks = [
+            Outgoing(name, self.task_id(name), self._queue_of(body.get("model")), body) for name, body in bodies.items()
+        ]
+        self._publisher.publish(tasks)
+        self._in_flight.update((task.name, self._task(task.task_id)) for task in tasks)
+
+    def collect(self) -> Iterator[list[Answer]]:
+        """The answers that are there, some hundreds at a time. They stay in Redis until they are freed."""
+        tasks = list(self._in_flight.items())
+        for i in range(0, len(tasks), FETCH_KEYS):
+            part = tasks[i : i + FETCH_KEYS]
+            found = self._redis.mget([task.result_key for _, task in part])
+            answers = [
+                self._answer(name, task.id, text)
+                for (name, task), text in zip(part, found, strict=True)
+                if text is not None
+            ]
+            ended = [answer for answer in answers if answer is not None]
+            if ended:
+                yield ended
+
+    def free(self, names: Sequence[str]) -> None:
+        """Let go of answers that have been kept elsewhere; Redis removes them after FREED_SECONDS."""
+        if not names:
+            return
+        with self._redis.pipeline(transaction=True) as pipe:
+            for name in names:
+                pipe.expire(self._task(self.task_id(name)).result_key, FREED_SECONDS)
+            pipe.srem(self._key, *names)
+            pipe.execute()
+        for name in names:
+            self._in_flight.pop(name, None)
+
+    def published(self) -> Iterator[str]:
+        """The names of what any client of this batch has published and not freed."""
+        for name in self._redis.sscan_iter(self._key, count=1000):
+            yield name.decode() if isinstance(name, bytes) else str(name)
+
+    def vanished(self) -> list[str]:
+        """What is in flight here and unknown to Redis, which has lost its data."""
+        names = self.names
+        if not names:
+            return []
+        known = self._redis.smismember(self._key, names)
+        return [name for name, is_known in zip(names, known, strict=True) if not is_known]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Let tasks be published again."""
+        names = list(names)
+        if names:
+            self._redis.srem(self._key, *names)
+
+    def revoke(self) -> None:
+        """Take back everything that is in flight, wherever it is."""
+        names = self.names
+        for i in range(0, len(names), REVOKE_IDS):
+            part = names[i : i + REVOKE_IDS]
+            self._cancel(*(self._in_flight[name].id for name in part))
+            self.free(part)
+
+    def lost(self) -> set[str]:
+        """The names of those that have neither an answer nor a message; see `find_messages` for what it can miss."""
+        ids = {task.id: name for name, task in self._in_flight.items()}
+        found = find_messages(self._redis, self._keys.prefix, ids)
+        return set() if found is None else {ids[task_id] for task_id in ids.keys() - found}
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def _task(self, task_id: str) -> _Task:
+        return _Task(task_id, self._app.backend.get_key_for_task(task_id))
+
+    def _answer(self, name: str, task_id: str, text: bytes) -> Answer | None:
+        meta = self._app.backend.decode(text)
+        status, result = meta["status"], meta["result"]
+        if status == states.SUCCESS:
+            return Answer(name, task_id, result)
+        if status not in states.READY_STATES:
+            return None
+        kind, arguments = result["exc_type"], result["exc_message"]
+        message = str(arguments[0]) if isinstance(arguments, list | tuple) and arguments else str(arguments)
+        return Answer(name, task_id, None, code_of(kind), message)

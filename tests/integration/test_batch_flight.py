@@ -1,0 +1,135 @@
+"""What a batch asks Redis: publishing once, noticing losses, finding messages that went nowhere. No worker runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from lora_worker.batch import window as window_module
+from lora_worker.batch.flight import FREED_SECONDS, Flight
+from lora_worker.batch.roster import Roster
+from lora_worker.batch.scan import Scan, take_turns
+from lora_worker.batch.source import open_source
+from lora_worker.batch.store import Store
+from lora_worker.batch.tally import Tally
+from lora_worker.batch.window import Window
+from lora_worker.client import Client
+from lora_worker.embedded import EmbeddedServer
+
+JOB = "00000000-0000-0000-0000-00000000000b"
+BODY = {"prompt": "p"}
+
+
+@pytest.fixture
+def connection(server: EmbeddedServer) -> Iterator[Redis]:
+    with Redis(port=server.port, decode_responses=True) as made:
+        made.flushdb()
+        yield made
+
+
+@pytest.fixture
+def flight(server: EmbeddedServer, connection: Redis) -> Iterator[Flight]:  # noqa: ARG001 - emptied before
+    client = Client(server.url)
+    made = client.flight(JOB)
+    yield made
+    made.close()
+    client.close()
+
+
+def messages(connection: Redis) -> list[str]:
+    """The ids of the tasks that wait, in the order in which they are taken."""
+    (queue,) = connection.keys("lora*\x069") or connection.keys("lora*\x06*") or ["none"]
+    return [json.loads(message)["headers"]["id"] for message in reversed(connection.lrange(queue, 0, -1))]
+
+
+def test_what_is_in_flight_is_not_published_again_by_anybody(
+    flight: Flight, server: EmbeddedServer, connection: Redis
+) -> None:
+    flight.send({"1.0": BODY, "2.0": BODY})
+    flight.send({"2.0": BODY, "3.0": BODY})
+    other = Client(server.url)
+    again = other.flight(JOB)
+    again.send(dict.fromkeys(("1.0", "2.0", "3.0", "4.0"), BODY))
+    assert messages(connection) == [flight.task_id(name) for name in ("1.0", "2.0", "3.0", "4.0")]
+    assert sorted(flight.published()) == ["1.0", "2.0", "3.0", "4.0"]
+    assert len(again) == 4
+    again.close()
+    other.close()
+
+
+def test_an_answer_stays_until_it_is_freed(flight: Flight, connection: Redis) -> None:
+    flight.send({"1.0": BODY, "2.0": BODY})
+    key = f"celery-task-meta-{flight.task_id('1.0')}"
+    connection.set(key, json.dumps({"status": "SUCCESS", "result": {"id": "x"}}))
+    for _ in range(2):
+        ((answer,),) = flight.collect()
+        assert (answer.name, answer.response) == ("1.0", {"id": "x"})
+    flight.free(["1.0"])
+    assert list(flight.collect()) == []
+    assert 0 < int(connection.ttl(key)) <= FREED_SECONDS
+    assert list(flight.published()) == ["2.0"]
+
+
+def test_errors_and_states_of_celery_are_told_apart(flight: Flight, connection: Redis) -> None:
+    flight.send(dict.fromkeys(("1", "2", "3"), BODY))
+    failure = {"exc_type": "PromptTooLongError", "exc_message": ["the prompt"], "exc_module": "lora_worker.errors"}
+    revoked = {"exc_type": "TaskRevokedError", "exc_message": ["revoked"], "exc_module": "celery.exceptions"}
+    for name, status, result in (("1", "FAILURE", failure), ("2", "REVOKED", revoked), ("3", "STARTED", None)):
+        meta = {"status": status, "result": result}
+        connection.set(f"celery-task-meta-{flight.task_id(name)}", json.dumps(meta))
+    ((first, second),) = flight.collect()
+    assert (first.code, first.message, first.response) == ("prompt_too_long", "the prompt", None)
+    assert (second.code, second.message) == ("task_revoked", "revoked")
+
+
+def test_a_redis_that_came_back_empty_is_noticed(flight: Flight, connection: Redis) -> None:
+    flight.send({"1.0": BODY, "2.0": BODY})
+    assert flight.vanished() == []
+    connection.flushall()
+    assert flight.vanished() == ["1.0", "2.0"]
+    flight.send({"1.0": BODY})
+    assert flight.vanished() == ["2.0"]
+    assert messages(connection) == [flight.task_id("1.0")]
+
+
+def test_a_message_is_found_in_a_queue_and_in_a_worker_s_hands(flight: Flight, connection: Redis) -> None:
+    flight.send({str(i): BODY for i in range(1200)})
+    assert flight.lost() == set()
+    (queue,) = connection.keys("lora*\x06*")
+    claimed = connection.rpop(queue)
+    assert flight.lost() == {"0"}
+    connection.hset("lora:unacked:w@h:1", "tag", json.dumps([claimed, "", queue]))
+    assert flight.lost() == set()
+    for _ in range(3):
+        connection.lpop(queue)
+    assert flight.lost() == {"1197", "1198", "1199"}
+
+
+def test_a_message_that_is_nowhere_twice_is_published_again(
+    connection: Redis, flight: Flight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_module, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(window_module, "STALL_SECONDS", -1.0)
+    (tmp_path / "in").write_text("".join(json.dumps(BODY) + "\n" for _ in range(5)))
+    store = Store(None)
+    with open_source(str(tmp_path / "in"), spool_folder=tmp_path) as source:
+        with store.transaction():
+            store.set(job=JOB)
+            Scan(store, job=JOB, default_model=None).run(source)
+            store.set_turns(take_turns(store.models(), 1), 1)
+        tally = Tally(store.models(), total=5, done=0, failed=0)
+        roster = Roster(None, 0, 0)
+        window = Window(store, source, flight, tally, roster=roster, default_model=None, max_in_flight=100)
+        window.begin()
+        window.send()
+        assert window.send_lost() == 0
+        (queue,) = connection.keys("lora*\x06*")
+        connection.lpop(queue)
+        assert [window.send_lost(), window.send_lost(), window.send_lost()] == [0, 1, 0]
+        assert sorted(messages(connection)) == sorted(flight.task_id(f"{i}.0") for i in range(1, 6))
+        assert (len(window), tally.in_flight) == (5, 5)
+    store.close()
