@@ -8,8 +8,9 @@ acknowledgements. The rival is a bare Celery worker of threads, one a row, that 
 after the result like ours. Each runs alone on a Redis of its own whose queue was filled before; the first and the last
 rows are not counted.
 
-Caveats. The ideal rate assumes that a row's place is filled the moment it ends. Client, Redis and worker share the
-machine's cores. `seconds_per_row` is small to make the queue the bottleneck: a real row takes seconds.
+Caveats. Ours sends the events that Flower shows, three a task; the rival sends none. The ideal rate assumes that a
+row's place is filled the moment it ends. Client, Redis and worker share the machine's cores. `seconds_per_row` is small
+to make the queue the bottleneck: a real row takes seconds.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ QUIET_AFTER_SECONDS, QUIET_POLL_SECONDS = 5.0, 0.1
 
 
 class Load(NamedTuple):
-    """What a worker has: messages in hand, rows (running or not) in the engine and of these the unstarted."""
+    """What a worker has: messages in hand, rows in the engine, running or not, and whether some have not started."""
 
     in_hand: int
     rows: int
-    unstarted: int
+    has_unstarted: bool
     unsettled: int
     is_paused: bool
 
@@ -94,7 +94,7 @@ class Claims:
             manage=MOST_MANAGED,
             turn=self.turn,
             room=self._room(load, now) if is_open else -1,
-            listen=int(load.unstarted > 0 and is_open),
+            listen=int(load.has_unstarted and is_open),
         )
 
     def note(self, load: Load, taken: int, now: float) -> None:

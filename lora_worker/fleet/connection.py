@@ -7,9 +7,12 @@ from importlib.resources import files
 
 from redis import Redis
 from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from lora_worker.errors import SettingsError
+
+OLDEST_REDIS = (6, 2)
 
 
 def connect(url: str, *, timeout_seconds: float) -> Redis:
@@ -35,7 +38,11 @@ def tags_under(redis: Redis, key: str) -> set[str]:
 
 def check_server(redis: Redis) -> None:
     """Raise SettingsError where the server is of a kind on which claims and leases would not hold."""
-    mode = redis.info("server").get("redis_mode", "standalone")
+    try:
+        server = redis.info("server")
+    except NoPermissionError:
+        return  # an account that may not ask (docs/redis.md): nothing is known against the server
+    mode = server.get("redis_mode", "standalone")
     if mode == "cluster":
         raise SettingsError(
             "redis_url names a Redis Cluster, which would spread a fleet's keys over servers, so that no claim could "
@@ -46,6 +53,9 @@ def check_server(redis: Redis) -> None:
             "redis_url names a Redis Sentinel, which holds no queues, and failing over through Sentinel is not "
             "supported; name the Redis server itself"
         )
+    version = str(server.get("redis_version", ""))
+    if version and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
+        raise SettingsError(f"the Redis at redis_url is of version {version}; 6.2 or newer is needed")
 
 
 def script(name: str) -> str:

@@ -95,7 +95,7 @@ class Lease:
         on_beat: Callable[[Beat], None],
     ) -> None:
         self._keys = [keys.workers, keys.fleet, keys.generation]
-        self._arguments: list[str | float] = [worker_id, lease_seconds, len(keys.partitions), uuid4().hex]
+        self._arguments: list[str | float] = [worker_id, lease_seconds, len(keys.partitions)]
         self._script = redis.register_script(script("beat"))
         self._worker_id = worker_id
         self._lease_seconds = lease_seconds
@@ -145,7 +145,7 @@ class Lease:
     def _beat(self) -> None:
         sent_at = time.monotonic()
         ended_at, partitions, epoch, members, generation, expired, living = self._script(
-            keys=self._keys, args=self._arguments
+            keys=self._keys, args=[*self._arguments, uuid4().hex]
         )
         beat = Beat(
             float(ended_at) if ended_at else None,

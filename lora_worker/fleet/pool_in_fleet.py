@@ -141,19 +141,18 @@ class PoolInFleet:
 
     def _abandon(self, foreign: set[str]) -> None:
         """Peers have restored these messages, since this worker was away for longer than its lease."""
-        count = 0
-        for row in self._pool.rows:
-            if foreign.issuperset(row.tags):
-                row.abandon()
-                count += 1
-        logger.warning("%d rows here were another worker's by now, and were stopped.", count)
+        rows = [row for row in self._pool.rows if foreign.issuperset(row.tags)]
+        # The unstarted first: the place of one that ran would be given to the next of them.
+        for row in sorted(rows, key=lambda row: row.is_started):
+            row.abandon()
+        logger.warning("%d rows here were another worker's by now, and were stopped.", len(rows))
 
     def _load(self) -> Load:
         rows = self._pool.rows
         return Load(
             in_hand=len(self._ledger),
             rows=len(rows),
-            unstarted=sum(not row.is_started for row in rows),
+            has_unstarted=any(not row.is_started for row in rows),
             unsettled=self._ledger.unsettled,
             is_paused=self._quarantine.is_active or self._pool.is_draining,
         )
@@ -180,13 +179,12 @@ class PoolInFleet:
     def _describe(self) -> dict[str, Any]:
         info = self._pool.engine.info()
         pool = info.get("pool", {})
-        load = self._load()
         return {
             "rows": self._pool.row_limit,
             "running": info.get("running", 0),
             "rows_free": max(0, self._pool.row_limit - info.get("running", 0)),
-            "waiting": load.unstarted,
-            "in_hand": load.in_hand,
+            "waiting": sum(not row.is_started for row in self._pool.rows),
+            "in_hand": len(self._ledger),
             "pinned": pool.get("pinned", []),
             "resident": sorted(pool.get("slots", {}).values()),
         }

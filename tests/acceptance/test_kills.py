@@ -88,7 +88,8 @@ def test_a_worker_that_was_stopped_for_longer_than_its_lease_lets_go_of_what_oth
         again = sum(starts.values()) - len(starts)
         say(f"lost 0, wrong 0; {again} rows started again")
         assert stopped_id in fleet.live  # it serves again
-        assert again <= 2 * ROWS
+        # Those it was running when it was stopped, and those it began before it could know.
+        assert again <= 3 * ROWS
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])

@@ -65,7 +65,7 @@ class Queues:
         return self.redis.hgetall(self.keys.unacked(HERE))
 
 
-LOAD = Load(in_hand=0, rows=0, unstarted=0, unsettled=0, is_paused=False)
+LOAD = Load(in_hand=0, rows=0, has_unstarted=False, unsettled=0, is_paused=False)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from support.worker_process import wait_for
 
 from lora_worker.embedded import EmbeddedServer
 from lora_worker.errors import SettingsError
+from lora_worker.fleet.connection import check_server
 from lora_worker.fleet.keys import list_of
 from lora_worker.fleet.member import FleetMember
 from lora_worker.settings import Settings
@@ -147,7 +148,8 @@ def test_a_redis_that_comes_back_empty_ends_no_row(join: Join, redis: Redis) -> 
     claim(redis, member, "1")
     redis.flushdb()
     wait_for(lambda: redis.zscore(member.keys.workers, member.worker_id), "it has beaten again")
-    wait_for(lambda: member.lease.is_certain, "it is certain")
+    first = redis.zscore(member.keys.workers, member.worker_id)
+    wait_for(lambda: redis.zscore(member.keys.workers, member.worker_id) != first, "and again")
     assert not foreign
     assert member.is_own(["1"], lambda: False)
 
@@ -190,10 +192,24 @@ def test_another_number_of_partitions_is_refused_with_a_sentence(join: Join, ser
 
 
 def test_a_cluster_and_a_sentinel_are_refused_with_a_sentence(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_worker.fleet.connection import check_server
-
     check_server(redis)
     for mode, word in (("cluster", "Redis Cluster"), ("sentinel", "Redis Sentinel")):
         monkeypatch.setattr(redis, "info", lambda _, mode=mode: {"redis_mode": mode})
         with pytest.raises(SettingsError, match=word):
             check_server(redis)
+
+
+def test_an_account_that_may_not_ask_what_the_server_is_is_served(server: EmbeddedServer, redis: Redis) -> None:
+    redis.acl_setuser("lora", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all", "-info"])
+    url = server.url.replace("redis://", "redis://lora:pw@")
+    member = FleetMember(Settings(redis_url=url, lease_seconds=LEASE_SECONDS), "one@host")
+    member.check()
+    member.join()
+    wait_for(lambda: member.members, "the member has looked around")
+    member.leave()
+
+
+def test_an_old_redis_is_refused_with_a_sentence(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis, "info", lambda _: {"redis_version": "6.0.16"})
+    with pytest.raises(SettingsError, match=r"6\.0\.16.*6\.2 or newer"):
+        check_server(redis)

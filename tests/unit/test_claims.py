@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lora_worker.fleet.claims import ANNOUNCE_SECONDS, MOST_CLAIMED, PATIENCE_SECONDS, Claims, Limits, Load
 
-IDLE = Load(in_hand=0, rows=0, unstarted=0, unsettled=0, is_paused=False)
+IDLE = Load(in_hand=0, rows=0, has_unstarted=False, unsettled=0, is_paused=False)
 
 
 def limits(claims: Claims, load: Load, *, credit: int = 136, now: float = 0.0, is_alone: bool = False) -> Limits:
@@ -13,21 +13,21 @@ def limits(claims: Claims, load: Load, *, credit: int = 136, now: float = 0.0, i
 
 def test_own_work_is_claimed_far_ahead_and_others_for_free_rows_only() -> None:
     claims = Claims(rows=8)
-    busy = limits(claims, Load(in_hand=100, rows=100, unstarted=92, unsettled=0, is_paused=False))
+    busy = limits(claims, Load(in_hand=100, rows=100, has_unstarted=True, unsettled=0, is_paused=False))
     assert (busy.ahead, busy.free, busy.near) == (36, 0, 0)
-    half = limits(claims, Load(in_hand=5, rows=5, unstarted=0, unsettled=0, is_paused=False))
+    half = limits(claims, Load(in_hand=5, rows=5, has_unstarted=False, unsettled=0, is_paused=False))
     assert (half.ahead, half.free, half.near) == (MOST_CLAIMED, 3, 5)
 
 
 def test_with_no_credit_left_management_and_the_inbox_are_claimed_still() -> None:
-    full = limits(Claims(rows=8), Load(in_hand=136, rows=136, unstarted=128, unsettled=0, is_paused=False))
+    full = limits(Claims(rows=8), Load(in_hand=136, rows=136, has_unstarted=True, unsettled=0, is_paused=False))
     assert full.ahead == full.free == 0
     assert full.inbox > 0
     assert full.manage > 0
 
 
 def test_base_requests_are_claimed_ahead_by_a_worker_without_peers() -> None:
-    load = Load(in_hand=10, rows=10, unstarted=2, unsettled=0, is_paused=False)
+    load = Load(in_hand=10, rows=10, has_unstarted=True, unsettled=0, is_paused=False)
     assert limits(Claims(rows=8), load).near == 0
     assert limits(Claims(rows=8), load, is_alone=True).near == 126
 

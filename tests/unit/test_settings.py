@@ -47,6 +47,7 @@ def test_lora_paths_take_three_forms(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"LORA_WORKER_LORA_EVICTION_POLICY": "lfu"}, ["lora_eviction_policy", "'lfu'", "lru", "fifo"]),
         ({"LORA_WORKER_DEVICE": "gpu"}, ["device", "'gpu'"]),
         ({"LORA_WORKER_REDIS_URL": "http://:hush@host"}, ["redis_url", "redis://"]),
+        ({"LORA_WORKER_REDIS_URL": "sentinel://host:26379"}, ["Redis Sentinel is not supported", "one Redis server"]),
         ({"LORA_WORKER_LORA_PATHS": "bad name=/x"}, ["bad name", "1 to 128"]),
         ({"LORA_WORKER_LORA_PATHS": "a=/x,a=/y"}, ["'a'", "more than once"]),
         ({"LORA_WORKER_LORA_PATHS": "[1"}, ["lora_paths", "JSON"]),
