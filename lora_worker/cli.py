@@ -19,6 +19,9 @@ from rich.text import Text
 from lora_worker.cli_batch import batch
 from lora_worker.client import Client
 from lora_worker.errors import InvalidAdapterError, LoraWorkerError, SettingsError
+from lora_worker.fleet.backlog import Backlog, read_backlog
+from lora_worker.fleet.connection import connect
+from lora_worker.fleet.keys import Keys
 from lora_worker.settings import Settings, explain, mask_url
 
 # How long a command waits for a worker before it says that none answers.
@@ -51,7 +54,7 @@ def settings() -> None:
 
 @cli.command()
 def status() -> None:
-    """Show the workers that answer, their slots, and how long the queue is."""
+    """Show the workers that answer, their slots, and how much waits."""
     client = Client()
     stats = client.app.control.inspect(timeout=INSPECT_SECONDS).stats() or {}
     table = _table("worker", "model", "running", "waiting", "slots", "pinned", "hits", "loads", "evictions")
@@ -63,7 +66,12 @@ def status() -> None:
         counts = (", ".join(pool.get("pinned", [])), pool.get("hits"), pool.get("loads"), pool.get("evictions"))
         table.add_row(worker, *(str(value) for value in (*figures, slots, *counts)))
     Console().print(table if stats else "No worker answers.")
-    Console().print(f"{_queue_length(client)} messages wait in the queue {client.app.conf.task_default_queue!r}.")
+    backlog = _backlog()
+    Console().print(
+        f"{backlog.waiting} messages wait: {backlog.partitions} for adapters, {backlog.base} for the base, "
+        f"{backlog.manage} to manage adapters, {backlog.inbox} in the inbox, {backlog.handed_over} handed over; "
+        f"workers have {backlog.in_hand} in hand."
+    )
     if not stats:
         sys.exit(1)
 
@@ -99,7 +107,7 @@ def check_adapter_command(path: str, *, model: str | None, as_json: bool) -> Non
 
 @cli.group()
 def adapters() -> None:
-    """Load, unload, pin, unpin or list adapters on the running worker."""
+    """Load, unload, pin, unpin or list the adapters of all workers."""
 
 
 @adapters.command()
@@ -108,7 +116,7 @@ def adapters() -> None:
 @click.option("--pinned", is_flag=True, help="Keep it in a slot from now on.")
 @click.option("--replace", is_flag=True, help="Replace an adapter of the same name.")
 def load(name: str, path: str, *, pinned: bool, replace: bool) -> None:
-    """Load the adapter in the folder PATH, under the worker's adapter_roots, as NAME."""
+    """Load the adapter in the folder PATH, under the workers' adapter_roots, as NAME."""
     _print_answer(Client().load_lora_adapter(name, path, pinned=pinned, replace=replace))
 
 
@@ -150,6 +158,10 @@ def list_adapters(*, as_json: bool) -> None:
             slot = "-" if here["slot"] is None else here["slot"]
             table.add_row(name, *(str(value) for value in (*row, slot, here["held"], adapter["source"])))
     Console().print(table)
+    for name, adapter in sorted(found.items()):
+        for worker, here in adapter["workers"].items():
+            if here["error"]:
+                Console().print(Text(f"{worker} refuses {name}: {here['error']}"))
 
 
 def main() -> None:
@@ -180,9 +192,10 @@ def _print_answer(result: AsyncResult) -> None:
     click.echo(json.dumps(_answer(result), indent=2))
 
 
-def _queue_length(client: Client) -> int:
-    with client.app.connection_for_read() as connection:
-        return int(connection.default_channel.queue_declare(client.app.conf.task_default_queue).message_count)
+def _backlog() -> Backlog:
+    settings = Settings()
+    with connect(settings.redis_url, timeout_seconds=INSPECT_SECONDS) as redis:
+        return read_backlog(redis, Keys(settings.queue_prefix, settings.partitions))
 
 
 def _table(*columns: str) -> Table:

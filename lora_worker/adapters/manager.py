@@ -12,6 +12,7 @@ from lora_worker.adapters.plan import AdapterPlanner, HostAdapter, LoadedAdapter
 from lora_worker.adapters.readers import AdapterReaders
 from lora_worker.adapters.reference import AdapterReference, AdapterState
 from lora_worker.adapters.registry import AdapterRegistry
+from lora_worker.adapters.room import PinRoom
 from lora_worker.adapters.statistics import AdapterWaits, PoolCounters
 from lora_worker.errors import AdapterConflictError, AdapterError
 from lora_worker.kernels.pages import pages_for
@@ -31,7 +32,7 @@ class AdapterManager:
     """Owned by the engine thread, but for `planner` and `read_again`, which any thread may use.
 
     Args:
-        max_rank: the greatest rank that is served; room for one such adapter is never pinned.
+        pin_room: what may be pinned.
         post: runs a function on the engine thread.
         is_wanted: whether rows wait for the adapter of that name.
         on_read_failed: told, on the engine thread, which names can't be served because their files can't be read.
@@ -43,7 +44,7 @@ class AdapterManager:
         tiers: Tiers,
         planner: AdapterPlanner,
         *,
-        max_rank: int,
+        pin_room: PinRoom,
         post: Callable[[Callable[[], None]], None],
         is_wanted: Callable[[str], bool],
         on_read_failed: Callable[[set[str], AdapterError], None],
@@ -52,7 +53,7 @@ class AdapterManager:
         self.registry, self.cache, self.pool, self.counters = tiers
         self.planner = planner
         self.waits = AdapterWaits()
-        self._max_rank = max_rank
+        self._pin_room = pin_room
         self._is_wanted = is_wanted
         self.readers = AdapterReaders(
             planner,
@@ -218,17 +219,9 @@ class AdapterManager:
     def _check_pin(self, name: str, rank: int, digest: str) -> None:
         # What the name stands for now leaves with its replacement.
         ranks = {r.digest: r.rank for r in self.registry.pinned() if r.name != name} | {digest: rank}
-        if len(ranks) >= self.pool.slots:
-            raise AdapterConflictError(
-                f"pinning {name!r} would pin {len(ranks)} of {self.pool.slots} slots, and one must stay unpinned; "
-                f"unpin another adapter or raise max_loras_per_batch"
-            )
-        pages = sum(map(pages_for, ranks.values()))
-        if pages + pages_for(self._max_rank) > self.pool.pages:
-            raise AdapterConflictError(
-                f"pinning {name!r} would leave no room for an adapter of max_lora_rank {self._max_rank} beside the "
-                f"pinned ones; unpin another adapter or raise lora_pool_ranks"
-            )
+        reason = self._pin_room.lacks(ranks.values())
+        if reason is not None:
+            raise AdapterConflictError(f"pinning {name!r} {reason}")
 
     def _update_pins(self) -> None:
         self.pool.pinned = {reference.digest for reference in self.registry.pinned()}

@@ -14,6 +14,7 @@ from lora_worker.adapters.host_cache import HostCache
 from lora_worker.adapters.manager import AdapterManager, Tiers
 from lora_worker.adapters.plan import AdapterPlanner
 from lora_worker.adapters.registry import AdapterRegistry
+from lora_worker.adapters.room import PinRoom, pool_pages
 from lora_worker.adapters.source import locate
 from lora_worker.adapters.statistics import PoolCounters
 from lora_worker.engine.blocks import BlockManager
@@ -23,7 +24,6 @@ from lora_worker.engine.sampler import Sampler
 from lora_worker.engine.scheduler import Scheduler
 from lora_worker.engine.stopping import StopWatch
 from lora_worker.errors import SettingsError
-from lora_worker.kernels.pages import pages_for
 from lora_worker.lora.inject import inject_lora
 from lora_worker.models.loading import LoadedModel, load_model
 from lora_worker.settings import Settings
@@ -53,7 +53,7 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
         make_policy(settings.lora_eviction_policy),
         counters,
         slots=settings.max_loras_per_batch,
-        pages=_pool_pages(settings),
+        pages=pool_pages(settings),
         device=model.device,
     )
     cache = HostCache(
@@ -76,7 +76,7 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
             page_locked=model.device.type == "cuda",
             base_parameter=lambda name: parameters[name].detach().cpu() if name in parameters else None,
         ),
-        max_rank=settings.max_lora_rank,
+        pin_room=PinRoom.of(settings),
         post=post,
         is_wanted=lambda name: scheduler.waiting.has(name),
         on_read_failed=lambda names, error: core.fail_waiting(names, error),
@@ -99,12 +99,6 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
         StopWatch(loaded.tokenizer),
     )
     return Built(core, loaded, max_model_len)
-
-
-def _pool_pages(settings: Settings) -> int:
-    if settings.lora_pool_ranks is None:
-        return settings.max_loras_per_batch * pages_for(settings.max_lora_rank)
-    return pages_for(settings.lora_pool_ranks)
 
 
 def _cache_size(settings: Settings, loaded: LoadedModel) -> tuple[int, int]:

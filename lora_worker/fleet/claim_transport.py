@@ -21,9 +21,10 @@ from redis.exceptions import RedisError
 
 from lora_worker.errors import SettingsError
 from lora_worker.fleet import transport
-from lora_worker.fleet.claimer import PROMOTED, ClaimedMessage, Claimer, PreparedClaim
+from lora_worker.fleet.claimer import ClaimedMessage, Claimer, PreparedClaim
 from lora_worker.fleet.claims import POLL_SECONDS
 from lora_worker.fleet.connection import script
+from lora_worker.fleet.generate_message import PROMOTED
 from lora_worker.fleet.transport import member, priority_of
 
 logger = logging.getLogger(__name__)

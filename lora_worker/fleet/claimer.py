@@ -10,9 +10,6 @@ from lora_worker.fleet.forwarding import Forwarder, Target, task_and_model
 from lora_worker.fleet.keys import PRIORITY_STEPS, Keys, list_of
 from lora_worker.fleet.members import Members
 
-# Put into a message's headers for the pool: it came before others as the share of the lowest priority.
-PROMOTED = "lora_promoted"
-
 
 class ClaimedMessage(NamedTuple):
     """A message as it lay in Redis; `is_promoted`: it came before others as the share of the lowest priority."""

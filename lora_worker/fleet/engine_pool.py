@@ -17,15 +17,14 @@ from celery.concurrency.base import BasePool, apply_target
 from celery.worker import state
 
 from lora_worker.errors import EngineStoppedError, LoraWorkerError
-from lora_worker.fleet.claimer import PROMOTED
 from lora_worker.fleet.daemons import DaemonThreads
+from lora_worker.fleet.generate_message import read_message
 from lora_worker.fleet.member import current_member
 from lora_worker.fleet.pool_in_fleet import PoolInFleet
 from lora_worker.fleet.registry import FleetRegistry
 from lora_worker.fleet.registry_in_fleet import join_registry
 from lora_worker.fleet.request import FleetRequest
 from lora_worker.fleet.task_row import TaskRow
-from lora_worker.fleet.transport import DEATHS, RESTORED
 from lora_worker.settings import Settings
 
 if TYPE_CHECKING:
@@ -121,34 +120,31 @@ class EnginePool(BasePool):
         if running is not None and running.attach(request):
             logger.warning("A copy of the running task %s was delivered; it shares the answer.", task_id)
             return running
-        model = message["kwargs"].get("model") if isinstance(message["kwargs"], dict) else None
-        row = TaskRow(
-            self,
+        read = read_message(
             request,
-            run_trace=lambda done: apply_target(target, args, kwargs, done),
-            soft_limit=_number(soft_timeout),
-            hard_limit=_number(timeout),
-            body=_body_of(message),
-            adapter=model if isinstance(model, str) and model != self.app.lora_settings.base_name else None,
-            priority=_priority_of(message),
-            is_suspect=bool(request.header(RESTORED)),
+            message,
+            base_name=self.app.lora_settings.base_name,
+            soft_limit=soft_timeout,
+            hard_limit=timeout,
         )
+        row = TaskRow(self, request, read, run_trace=lambda done: apply_target(target, args, kwargs, done))
         self._rows[task_id] = row
-        self.fleet.admit(row, deaths=request.header(DEATHS) or 0)
+        self.fleet.admit(row)
         return row
 
     def submit(self, row: TaskRow) -> None:
-        """Give a row to the engine."""
-        row.submit(
-            lambda: self.engine.submit(
-                row.body,
-                row.on_done,
-                request_id=row.task_id,
-                priority=row.priority,
-                time_limit_seconds=row.time_limit_seconds,
-                may_start=row.may_start,
-                on_started=row.on_started,
-            )
+        """Give a row to the engine, once that knows what the fleet's registry says of its adapter."""
+        self.registry.reconciler.admit(row.adapter, lambda: row.submit(lambda: self._submit(row)))
+
+    def _submit(self, row: TaskRow) -> None:
+        self.engine.submit(
+            row.message.body,
+            row.on_done,
+            request_id=row.task_id,
+            priority=row.message.priority,
+            time_limit_seconds=row.time_limit_seconds,
+            may_start=row.may_start,
+            on_started=row.on_started,
         )
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
@@ -235,7 +231,7 @@ class EnginePool(BasePool):
     def forget(self, row: TaskRow) -> None:
         if self._rows.get(row.task_id) is row:
             del self._rows[row.task_id]
-            self.registry.reconciler.note_ended(row)
+            self.registry.reconciler.leaving.note_ended(row)
         self.fleet.ended(row)
 
 
@@ -248,21 +244,3 @@ def _refuse(sentence: str) -> None:
     """End the worker: this Redis, or the fleet on it, is none for it."""
     logger.critical("lora-worker cannot go on: %s", sentence)
     state.should_terminate = 1
-
-
-def _priority_of(message: dict[str, Any]) -> int:
-    """A message's priority in the engine: the highest for the share of the lowest, which would never start there."""
-    if message.get(PROMOTED):
-        return 0
-    return int(_number((message.get("delivery_info") or {}).get("priority")) or 0)
-
-
-def _body_of(message: dict[str, Any]) -> dict[str, Any]:
-    """The body of a generate message; positional arguments are kept under a name that the check refuses."""
-    keyword = message["kwargs"] if isinstance(message["kwargs"], dict) else {}
-    return {**keyword, **({"positional arguments": True} if message["args"] else {})}
-
-
-def _number(value: Any) -> float | None:
-    """A number of a message's headers; what is no number was written by no Celery, and says nothing."""
-    return value if isinstance(value, int | float) else None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from lora_worker.adapters.reference import AdapterReference
+from lora_worker.adapters.room import PinRoom
 from lora_worker.errors import AdapterConflictError
 
 
 def pinned_here(
-    references: Iterable[AdapterReference], own: Collection[str], *, slots: int
+    references: Iterable[AdapterReference], own: Collection[str], room: PinRoom
 ) -> tuple[set[str], set[str]]:
-    """The names that this worker pins, and those that it should and can't, since one slot must stay unpinned.
+    """The names that this worker pins, and those that it should and can't, since its pool must not be pinned whole.
 
     Args:
         references: all that are registered; `pinned` is the fleet's.
@@ -21,24 +22,24 @@ def pinned_here(
         (reference for reference in references if reference.pinned or reference.name in own),
         key=lambda reference: (reference.name not in own, reference.name),
     )
-    digests: set[str] = set()
+    ranks: dict[str, int] = {}
     pinned: set[str] = set()
     left_out: set[str] = set()
     for reference in wanted:
-        fits = len(digests | {reference.digest}) < slots
-        (pinned if fits else left_out).add(reference.name)
-        if fits:
-            digests.add(reference.digest)
+        more = ranks | {reference.digest: reference.rank}
+        if room.lacks(more.values()) is None:
+            pinned.add(reference.name)
+            ranks = more
+        else:
+            left_out.add(reference.name)
     return pinned, left_out
 
 
 def check_pin(
-    name: str, references: Iterable[AdapterReference], own: Collection[str], *, slots: int, worker: str
+    name: str, references: Iterable[AdapterReference], own: Collection[str], room: PinRoom, *, worker: str
 ) -> None:
-    """Raise AdapterConflictError where a pin would leave a worker no slot unpinned."""
-    _, left_out = pinned_here(references, own, slots=slots)
-    if left_out:
-        raise AdapterConflictError(
-            f"pinning {name!r} would pin {slots} of {slots} slots of {worker}, and one must stay unpinned; "
-            f"unpin another adapter or raise max_loras_per_batch"
-        )
+    """Raise AdapterConflictError where a worker can't pin all that is to be pinned, `name` among it."""
+    ranks = {r.digest: r.rank for r in references if r.pinned or r.name in own}
+    reason = room.lacks(ranks.values())
+    if reason is not None:
+        raise AdapterConflictError(f"on {worker}, pinning {name!r} {reason}")

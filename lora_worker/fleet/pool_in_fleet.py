@@ -15,7 +15,8 @@ from lora_worker.fleet.hand_over import Candidate, choose
 from lora_worker.fleet.keys import list_of
 from lora_worker.fleet.member import FleetMember
 from lora_worker.fleet.quarantine import Quarantine
-from lora_worker.fleet.task_row import TaskRow, raiser
+from lora_worker.fleet.results import raiser
+from lora_worker.fleet.task_row import TaskRow
 
 if TYPE_CHECKING:
     from lora_worker.engine import Engine
@@ -71,21 +72,22 @@ class PoolInFleet:
             hand_over=self._hand_over,
         )
 
-    def admit(self, row: TaskRow, *, deaths: int) -> None:
+    def admit(self, row: TaskRow) -> None:
         """Let a row that was claimed run, wait its turn, or end at once."""
+        deaths = row.message.deaths
         if deaths > self._settings.max_redeliveries:
             row.on_done(raiser(_poisoned(row.task_id, deaths)))
         elif deaths == self._settings.max_redeliveries:
             self._isolate(row, deaths)
         elif self._pool.is_draining or self._quarantine.is_active:
             self._give_back(row)
-        elif row.is_suspect:
+        elif row.message.is_suspect:
             self._pool.run_later(lambda: self._run_suspect(row))
         else:
             self._pool.submit(row)
 
     def note_started(self, row: TaskRow) -> None:
-        if not row.is_suspect:
+        if not row.message.is_suspect:
             self._ledger.mark_started(row.tags)
             return
         # If it kills this worker in its first step, that must be known; it has been in a dying worker's hands before.
@@ -165,13 +167,13 @@ class PoolInFleet:
         now = time.monotonic()
         pinned = members.pins_of(self._member.worker_id)
         candidates = [
-            Candidate(row.task_id, row.adapter, row.priority, now - row.arrived_at)
+            Candidate(row.task_id, row.adapter, row.message.priority, now - row.arrived_at)
             for row in rows.values()
             if not row.is_started and row.adapter not in pinned
         ]
         for peer, task_ids in choose(candidates, free_rows, peers, members.resident()).items():
             for row in (rows[task_id] for task_id in task_ids):
-                target = list_of(self._member.keys.direct(peer), row.priority)
+                target = list_of(self._member.keys.direct(peer), row.message.priority)
                 for tag in row.withdraw():
                     self._ledger.forward(tag, target, worker=peer)
 

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 from redis.exceptions import RedisError
 
 from lora_worker.adapters.reference import AdapterReference
+from lora_worker.adapters.room import PinRoom
 from lora_worker.errors import EngineStoppedError
+from lora_worker.fleet.leaving import Leaving, Row
 from lora_worker.fleet.pins import pinned_here
 from lora_worker.fleet.registry_store import Changes, Entries, RegistryStore
 
@@ -38,16 +40,6 @@ class Registered(Protocol):
     def here(self) -> dict[str, dict[str, Any]]: ...
 
 
-class Row(Protocol):
-    """A request on this worker, from its claim until its result is stored; `adapter` is the name it asks for.
-
-    `begun_at` is the registry's generation, as far as applied, when it was about to start; None before.
-    """
-
-    adapter: str | None
-    begun_at: int | None
-
-
 class Reconciler:
     """The thread, and what this worker has applied.
 
@@ -66,7 +58,7 @@ class Reconciler:
         *,
         base_name: str,
         own_pins: frozenset[str],
-        slots: int,
+        pin_room: PinRoom,
         rows: Callable[[], Iterable[Row]],
         restore: Callable[[Entries], None],
         changed: Callable[[], None],
@@ -78,8 +70,8 @@ class Reconciler:
         self._registered = registered
         self._base_name = base_name
         self._own_pins = own_pins
-        self._slots = slots
-        self._rows = rows
+        self._pin_room = pin_room
+        self.leaving = Leaving(rows, changed)
         self._restore = restore
         self._changed = changed
         self._has_joined = False
@@ -87,7 +79,6 @@ class Reconciler:
         self._applied = 0
         self._seen = 0  # the newest generation that a claim or beat has brought
         self._held: list[Callable[[], None]] = []
-        self._left_at: dict[str, int] = {}  # the generation that replaced or unloaded what the name stood for
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._applying = threading.Lock()
@@ -103,7 +94,7 @@ class Reconciler:
         """The registry's part of what this worker reports."""
         return {
             "generation": self._applied,
-            "leaving": self._leaving(),
+            "leaving": self.leaving.names(),
             "pinned": sorted(self.pinned),
             "adapters": self.here,
         }
@@ -141,11 +132,6 @@ class Reconciler:
                 self._wake.set()
                 return
         go_on()
-
-    def note_ended(self, row: Row) -> None:
-        """The row is here no more: its result is stored, or it is somebody else's."""
-        if row.adapter in self._left_at:
-            self._changed()
 
     def refresh(self) -> None:
         """Apply what has changed in Redis; any thread; raises RedisError."""
@@ -197,37 +183,35 @@ class Reconciler:
     def _apply(self, changes: Changes) -> None:
         kept = {} if changes.is_whole else {n: e for n, e in self.entries.items() if n not in changes.gone}
         entries = {name: entry for name, entry in {**kept, **changes.entries}.items() if name != self._base_name}
-        pinned, left_out = pinned_here(entries.values(), self._own_pins, slots=self._slots)
+        pinned, left_out = pinned_here(entries.values(), self._own_pins, self._pin_room)
         if left_out - self._left_out:
-            logger.error("Not pinned here, since one slot must stay unpinned: %s", ", ".join(sorted(left_out)))
+            logger.error(
+                "Not pinned here, since a slot and room for the greatest rank must stay unpinned: %s",
+                ", ".join(sorted(left_out)),
+            )
         known = self._registered.references()
-        wanted: dict[str, AdapterReference | None] = {name: None for name in known if name not in entries}
-        for name, entry in entries.items():
-            own = known.get(name)
-            # Files that this worker's settings named stay where they are, if their content is what is registered.
-            is_own = own is not None and own.lora_path is None and own.digest == entry.digest
-            reference = replace(own if own and is_own else entry, pinned=name in pinned)
-            if reference != own:
+        touched = changes.entries.keys() | changes.gone | (pinned ^ self.pinned)
+        wanted: dict[str, AdapterReference | None] = {}
+        for name in known.keys() | entries.keys() if changes.is_whole else touched:
+            reference = self._wanted(entries.get(name), known.get(name), is_pinned=name in pinned)
+            if reference != known.get(name):
                 wanted[name] = reference
         self._registered.apply(wanted)
         left = [name for name in wanted.keys() & known.keys() if _digest(wanted[name]) != known[name].digest]
-        with self._lock:
-            self._left_at |= dict.fromkeys(left, changes.generation)
+        self.leaving.note(left, changes.generation)
         self.entries, self.pinned, self._left_out = entries, frozenset(pinned), left_out
         self._applied = changes.generation
         self._changed()
 
-    def _leaving(self) -> list[str]:
-        """Names with rows that run, or whose results are not stored yet, with what was replaced or unloaded."""
-        with self._lock:
-            left_at = dict(self._left_at)
-        begun = [(row.adapter, row.begun_at) for row in self._rows() if row.begun_at is not None]
-        leaving = {name for name, begun_at in begun if name in left_at and begun_at < left_at[name]}
-        with self._lock:
-            for name in left_at.keys() - leaving:
-                if self._left_at.get(name) == left_at[name]:
-                    del self._left_at[name]
-        return sorted(leaving)
+    def _wanted(
+        self, entry: AdapterReference | None, known: AdapterReference | None, *, is_pinned: bool
+    ) -> AdapterReference | None:
+        """What the engine is to have of a name; `known` is what it has."""
+        if entry is None:
+            return None
+        # Files that this worker's settings named stay where they are, if their content is what is registered.
+        is_own = known is not None and known.lora_path is None and known.digest == entry.digest
+        return replace(known if known and is_own else entry, pinned=is_pinned)
 
 
 def _digest(reference: AdapterReference | None) -> str | None:

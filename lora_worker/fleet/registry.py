@@ -11,18 +11,20 @@ from typing import Any
 
 from lora_worker.adapters.reference import AdapterReference, check_name
 from lora_worker.adapters.registry import unknown_adapter
+from lora_worker.adapters.room import PinRoom
 from lora_worker.adapters.source import portable_path
 from lora_worker.errors import AdapterConflictError, AdapterTimeoutError, EngineStoppedError
 from lora_worker.fleet import decisions
+from lora_worker.fleet.leaving import Row
 from lora_worker.fleet.pins import check_pin
-from lora_worker.fleet.reconciler import Reconciler, Registered, Row
+from lora_worker.fleet.reconciler import Reconciler, Registered
 from lora_worker.fleet.registry_report import has_let_go, status_of, worker_name_of
 from lora_worker.fleet.registry_store import Decision, Entries, RegistryStore
 from lora_worker.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.05
+LOOK_SECONDS = (0.03, 0.5)  # the first wait for other workers, and the longest
 SAY_SECONDS = 30.0
 
 
@@ -57,13 +59,13 @@ class FleetRegistry:
         self._on_join = on_join
         self._is_ended = False
         self._own_pins = frozenset(entry.lora_name for entry in settings.lora_paths if entry.pinned)
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, tuple[str, str]] = {}  # by name: the digest that is registered, and what is wrong here
         self.reconciler = Reconciler(
             store,
             registered,
             base_name=settings.base_name,
             own_pins=self._own_pins,
-            slots=settings.max_loras_per_batch,
+            pin_room=PinRoom.of(settings),
             rows=rows,
             restore=self._restore,
             changed=changed,
@@ -81,9 +83,9 @@ class FleetRegistry:
         """What this worker reports to the others."""
         return {
             "worker": self._worker_name,
-            "slots": self._settings.max_loras_per_batch,
+            "pin_room": PinRoom.of(self._settings),
             "own_pins": sorted(self._own_pins),
-            "refused": self._refused,
+            "refused": {name: sentence for name, (digest, sentence) in self._refused.items() if self._is(name, digest)},
             **self.reconciler.describe(),
         }
 
@@ -154,6 +156,10 @@ class FleetRegistry:
         loaded = {name: entry.source for name, entry in sorted(self.reconciler.entries.items())}
         return {"success": True, "loaded_adapters": loaded, **({"message": message} if message else {})}
 
+    def _is(self, name: str, digest: str) -> bool:
+        entry = self.reconciler.entries.get(name)
+        return entry is not None and entry.digest == digest
+
     def _pinning_workers(self, name: str) -> list[str]:
         reports = {**self._store.reports(), self._worker_id: self.describe()}
         return sorted(worker_name_of(w, report) for w, report in reports.items() if name in report.get("own_pins", []))
@@ -162,13 +168,15 @@ class FleetRegistry:
         self.reconciler.refresh()
         references = {**self.reconciler.entries, reference.name: reference}.values()
         for worker_id, report in {**self._store.reports(), self._worker_id: self.describe()}.items():
-            if "slots" in report:
+            if "pin_room" in report:
                 worker = worker_name_of(worker_id, report)
-                check_pin(reference.name, references, report["own_pins"], slots=report["slots"], worker=worker)
+                room = PinRoom(*report["pin_room"])
+                check_pin(reference.name, references, report["own_pins"], room, worker=worker)
 
     def _wait_until_all_let_go(self, name: str, generation: int, timeout_seconds: float | None) -> None:
         """Until no worker can answer with what the name stood for before that generation."""
         started = said = time.monotonic()
+        pause, longest = LOOK_SECONDS
         while waiting := self._waiting_for(name, generation):
             now = time.monotonic()
             if self._is_ended:
@@ -181,7 +189,8 @@ class FleetRegistry:
             if now - said > SAY_SECONDS:
                 said = now
                 logger.info("Still waiting for %s to let go of the adapter %r.", ", ".join(waiting), name)
-            time.sleep(LOOK_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def _waiting_for(self, name: str, generation: int) -> list[str]:
         reports = {**self._store.reports(), self._worker_id: self.reconciler.describe()}
@@ -195,11 +204,12 @@ class FleetRegistry:
         is_alone = not entries and set(self._store.reports()) <= {self._worker_id}
 
         def decide(found: Entries) -> Decision:
-            decision, self._refused = decisions.restore(found, references, replace_content=is_alone)
+            decision, refused = decisions.restore(found, references, replace_content=is_alone)
+            self._refused = {name: (found[name].digest, sentence) for name, sentence in refused.items()}
             return decision
 
         self._store.change([reference.name for reference in references], decide)
-        for sentence in self._refused.values():
+        for _, sentence in self._refused.values():
             logger.error("An adapter is not served here: %s", sentence)
 
     def _of_settings(self) -> list[AdapterReference]:

@@ -15,7 +15,7 @@ from lora_worker.fleet.claim_transport import check_contract
 from lora_worker.fleet.configuration import POOL
 from lora_worker.fleet.member import FleetMember, set_member
 from lora_worker.fleet.privacy import hide_from_logs
-from lora_worker.fleet.task_row import run_seconds
+from lora_worker.fleet.results import run_seconds
 from lora_worker.settings import Settings
 
 TRANSPORTS = {

@@ -83,7 +83,10 @@ class Steward:
         )
 
     def restore(self, worker_id: str, how: str) -> int | None:
-        """Put a worker's messages back; how many, or None where it lives. `how`: 'dead' or 'leaving'."""
+        """Put a worker's messages back; how many, or None where it lives or a peer was faster.
+
+        `how`: 'dead' or 'leaving'.
+        """
         keys = self._keys
         names = [
             *(keys.workers, keys.unacked(worker_id), keys.started(worker_id), keys.fleet, keys.idle),

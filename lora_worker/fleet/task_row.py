@@ -7,16 +7,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 from celery.states import READY_STATES
 from celery.worker import state
 from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from lora_worker.errors import EngineStoppedError, LoraWorkerError, RequestWithdrawnError, TimeLimitError
+from lora_worker.fleet.generate_message import GenerateMessage
+from lora_worker.fleet.results import finished, result_of
 
 if TYPE_CHECKING:
     from lora_worker.engine import Engine
@@ -27,28 +27,6 @@ logger = logging.getLogger(__name__)
 
 REDIS_ERRORS = (OperationalError, RedisConnectionError, RedisTimeoutError, ConnectionError)
 RETRY_SECONDS = (0.2, 5.0)  # the first wait while Redis is away, and the longest
-
-
-class _Finished(NamedTuple):
-    """What the trace of a generate task returns or raises, and how long its row ran."""
-
-    answer: Callable[[], Any]
-    run_seconds: float
-
-
-# By task id, while the trace runs.
-_finished: dict[str, _Finished] = {}
-
-
-def finished_answer(task_id: str) -> dict[str, Any]:
-    """The body of every generate task: the answer that the engine has ready, or its error."""
-    answer: dict[str, Any] = _finished[task_id].answer()
-    return answer
-
-
-def run_seconds(task_id: str) -> float | None:
-    """How long the row of a task that is being finished ran."""
-    return _finished[task_id].run_seconds if task_id in _finished else None
 
 
 class Owner(Protocol):
@@ -78,38 +56,25 @@ class TaskRow:
     Args:
         request: Celery's request; copies of the message that come while the row runs are attached to it.
         run_trace: runs Celery's trace of the task, and then what it is given, with the trace's outcome.
-        soft_limit, hard_limit: seconds from admission.
-        body: the generate request.
-        adapter: what the message asks for, unchecked.
-        is_suspect: whether a worker died that had it in hand.
     """
 
     def __init__(
         self,
         pool: Owner,
         request: FleetRequest,
+        message: GenerateMessage,
         *,
         run_trace: Callable[[Callable[..., None]], None],
-        soft_limit: float | None,
-        hard_limit: float | None,
-        body: dict[str, Any],
-        adapter: str | None,
-        priority: int,
-        is_suspect: bool,
     ) -> None:
         self.task_id: str = request.id
-        self.body = body
-        self.adapter = adapter
-        self.priority = priority
-        self.is_suspect = is_suspect
+        self.message = message
+        self.adapter = message.adapter
         self.is_started = False
         self.begun_at: int | None = None
         self.arrived_at = time.monotonic()
         self._pool = pool
         self._requests = [request]
         self._run_trace = run_trace
-        self._soft_limit = soft_limit
-        self._hard_limit = hard_limit
         # Reentrant, since an engine may call `on_done` from within its `submit`.
         self._lock = threading.RLock()
         self._is_starting = False
@@ -119,7 +84,7 @@ class TaskRow:
 
     @property
     def time_limit_seconds(self) -> float | None:
-        return min((limit for limit in (self._soft_limit, self._hard_limit) if limit), default=None)
+        return min((limit for limit in (self.message.soft_limit, self.message.hard_limit) if limit), default=None)
 
     @property
     def tags(self) -> list[str]:
@@ -236,32 +201,15 @@ class TaskRow:
     def _tell_celery(self, outcome: Outcome) -> None:
         if self.is_started:
             self._accept()
-        result = self._result(outcome)
+        result = result_of(outcome, self.message.soft_limit, self.message.hard_limit)
         if result is None:
             # Revoked or expired: Celery stores that and acknowledges. Cancelled by a shutdown: the message goes back.
             for request in self._take_requests():
                 if not request.revoked():
                     request.give_back()
             return
-        _finished[self.task_id] = _Finished(result, self._run_seconds)
-        try:
+        with finished(self.task_id, result, self._run_seconds):
             self._run_trace(self._tell_requests)
-        finally:
-            del _finished[self.task_id]
-
-    def _result(self, outcome: Outcome) -> Callable[[], Any] | None:
-        """What the trace is to return or raise; None where the task ends without one."""
-        try:
-            answer = outcome()
-        except (RequestWithdrawnError, EngineStoppedError):
-            return None
-        except TimeLimitError:
-            if self._soft_limit and self._soft_limit <= (self._hard_limit or self._soft_limit):
-                return raiser(SoftTimeLimitExceeded(self._soft_limit))
-            return raiser(TimeLimitExceeded(self._hard_limit))
-        except LoraWorkerError as error:
-            return raiser(error)
-        return lambda: answer
 
     def _tell_requests(self, traced: tuple[Any, Any, float]) -> None:
         """Celery's callback with the real run time, and without the answer, which events would show."""
@@ -280,12 +228,3 @@ class TaskRow:
     @property
     def _run_seconds(self) -> float:
         return time.monotonic() - self._started_at if self.is_started else 0.0
-
-
-def raiser(error: Exception) -> Callable[[], Any]:
-    """A function that raises the error."""
-
-    def raise_error() -> Any:
-        raise error
-
-    return raise_error

@@ -14,11 +14,10 @@ from kombu.transport import redis, virtual
 from kombu.utils.json import dumps
 
 from lora_worker.fleet.full_redis import BindingChannel
+from lora_worker.fleet.generate_message import DEATHS, RESTORED
 from lora_worker.fleet.keys import list_of
 from lora_worker.fleet.member import FleetMember, current_member
 
-# Put into a message's headers for the pool: how often it was restored, and was running when its worker died.
-RESTORED, DEATHS = "lora_restored", "lora_deaths"
 # Which queue a message came from, on its way from the transport to the ledger.
 QUEUE = "lora_queue"
 

@@ -39,10 +39,8 @@ class GuardedServer(EmbeddedServer):
 
 @pytest.fixture
 def guarded() -> Iterator[GuardedServer]:
-    server = GuardedServer()
-    server.start()
-    yield server
-    server.stop()
+    with GuardedServer() as server:
+        yield server
 
 
 def test_everything_works_and_nothing_is_refused(guarded: GuardedServer, tmp_path: Path) -> None:

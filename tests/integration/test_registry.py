@@ -103,7 +103,7 @@ class Row:
     def _end(self, outcome: Callable[[], dict[str, Any]]) -> None:
         self._done.set_result(outcome)
         self._worker.rows.discard(self)
-        self._worker.registry.reconciler.note_ended(self)
+        self._worker.registry.reconciler.leaving.note_ended(self)
 
     @property
     def is_done(self) -> bool:
@@ -328,7 +328,7 @@ def test_a_pin_is_the_fleets_and_one_that_some_worker_has_no_slot_for_is_refused
     first.registry.pin_lora_adapter("a")
     second.claim()
     wait_for(lambda: second.registry.describe()["pinned"] == ["a", "c"], "the second pins both")
-    with pytest.raises(errors.AdapterConflictError, match="of second, and one must stay unpinned"):
+    with pytest.raises(errors.AdapterConflictError, match=r"on second, pinning .* one must stay unpinned"):
         first.registry.pin_lora_adapter("b")
     with pytest.raises(errors.AdapterConflictError, match="unpin it first"):
         second.registry.unload_lora_adapter("a")

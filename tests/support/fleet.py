@@ -19,6 +19,7 @@ from redis import Redis
 
 from lora_worker.client import Client
 from lora_worker.embedded import EmbeddedServer
+from lora_worker.fleet.backlog import read_backlog
 from lora_worker.fleet.keys import Keys, lists_of
 from lora_worker.testing.adapters import digest_of
 from lora_worker.testing.rows import answer_text
@@ -138,6 +139,10 @@ class Fleet:
 
     def wait_for_answers(self, seconds: float = SECONDS) -> None:
         wait_for(lambda: self.unanswered == 0, "every request is answered", seconds)
+
+    def wait_until_nothing_is_left(self, seconds: float = SECONDS) -> None:
+        """In queues or in anybody's hands."""
+        wait_for(lambda: sum(read_backlog(self._redis, KEYS)) == 0, "nothing is left", seconds)
 
     def check_answers(self, sent: Sequence[Sent] | None = None) -> None:
         """Lost 0, failed 0, wrong 0, and nothing is left in Redis."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
+from lora_worker.adapters.reference import AdapterReference, LoadReport
+from lora_worker.adapters.source import locate, portable_path, resolve_operator_path, resolve_task_path
 from lora_worker.errors import InvalidAdapterError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -100,3 +101,31 @@ def test_what_the_hub_has_not_is_one_sentence(root: Path) -> None:
         with pytest.raises(InvalidAdapterError, match=f"could not be fetched from the hub as {hub_id}") as caught:
             resolve_task_path("x", hub_id, [root], allow_hub=True)
         assert "\n" not in str(caught.value)
+
+
+def registered(source: Path, lora_path: str | None) -> AdapterReference:
+    report = LoadReport("x", str(source), "d", [8], [1.0], 1, 1)
+    return AdapterReference(
+        "x", str(source), "d", 8, has_bias=False, nbytes=1, pinned=False, report=report, lora_path=lora_path
+    )
+
+
+def test_what_another_worker_registered_is_found_under_this_ones_roots_and_nowhere_else(
+    root: Path, tmp_path: Path
+) -> None:
+    other = make_folder(tmp_path / "other" / "good")
+    told = portable_path("good", other, [tmp_path / "other"])
+    assert told == "good"
+    assert locate(registered(other, told), [root]) == root / "good"
+    # The same place on this machine comes before the same path under another root.
+    assert locate(registered(other, told), [root, tmp_path / "other"]) == other
+    outside = tmp_path / "outside"
+    assert portable_path(str(outside), outside, [root]) == str(outside)
+    with pytest.raises(InvalidAdapterError, match="adapter_roots"):
+        locate(registered(outside, str(outside)), [root])
+    # This worker's own settings named it.
+    assert locate(registered(outside, None), [root]) == outside
+
+
+def test_a_hubs_adapter_is_registered_by_its_id(tmp_path: Path) -> None:
+    assert portable_path("owner/name@main", make_folder(tmp_path / "cache"), []) == "owner/name@main"

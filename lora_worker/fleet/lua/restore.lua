@@ -1,7 +1,7 @@
 -- Put messages of a worker that is gone back to the front of the lists they came from.
 -- KEYS: workers, unacked, started, fleet, idle, its hash, the lists of its own queue, the inbox's in the same order.
 -- ARGV: worker id, 'dead' or 'leaving', then tags, the youngest first.  Without tags: take the worker off the books.
--- Returns: messages that are left, or -1 where the worker lives.
+-- Returns: messages that are left, or -1 where the worker lives, or another peer has taken it off the books.
 --
 -- A message of a dead worker tells how often it was restored, and how often its row was running then, at its very
 -- front: {"lora_restored": 2, "lora_deaths": 1, ...}. The rest stays byte for byte what its sender wrote.
@@ -10,6 +10,7 @@ local id, is_dead = ARGV[1], ARGV[2] == 'dead'
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1e6
 local lease = redis.call('ZSCORE', workers, id)
+if is_dead and not lease and redis.call('EXISTS', unacked) == 0 then return -1 end
 if is_dead and lease then
   if tonumber(lease) > now then return -1 end
   -- From here on the worker knows at its next beat that it has lost its lease, and claims nothing until then.
