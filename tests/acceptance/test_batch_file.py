@@ -103,13 +103,15 @@ def test_a_batch_survives_its_client_a_worker_and_redis(
 ) -> None:
     with Fleet(server, tmp_path, 2, ADAPTERS, max_running_requests=ROWS) as fleet:
         models = write_input(tmp_path / "in.jsonl", fleet.adapters, count)
+        # So few that the workers do not come to the next kill without the command.
+        in_flight = ("--max-in-flight", str(count // 20))
         started = time.monotonic()
 
-        batch = BatchCommand(server, tmp_path)
+        batch = BatchCommand(server, tmp_path, *in_flight)
         wait_until(lambda: runs(fleet).total() > count * 0.2, batch)
         killed_bytes = peak_bytes(batch.process)
         batch.kill()
-        batch = BatchCommand(server, tmp_path)
+        batch = BatchCommand(server, tmp_path, *in_flight)
         wait_until(lambda: runs(fleet).total() > count * 0.4, batch)
         fleet.kill(fleet.workers[0])
         fleet.add()
