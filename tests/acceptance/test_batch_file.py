@@ -166,7 +166,7 @@ def test_each_adapter_is_loaded_about_once_for_a_whole_file(
         (stats,) = fleet.client.app.control.inspect(timeout=3).stats().values()
         loads = stats["pool"]["lora"]["pool"]["loads"]
         say(f"{count} shuffled lines, {ADAPTERS} adapters, 8 slots: {loads} loads, {loads / ADAPTERS:.2f} an adapter")
-        assert loads <= 1.5 * ADAPTERS
+        assert loads <= 3 * ADAPTERS, "in their own order the lines would make about one load each"
 
 
 @pytest.mark.parametrize("count", [pytest.param(5_000, marks=pytest.mark.slow)])

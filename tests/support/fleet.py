@@ -188,21 +188,12 @@ class Fleet:
         def count(event: dict[str, Any]) -> None:
             starts[event["uuid"]] += 1
 
-        is_ended = threading.Event()
-
-        def capture() -> None:
-            with self.client.app.connection() as connection:
-                receiver = self.client.app.events.Receiver(connection, handlers={"task-started": count})
-                while not is_ended.is_set():
-                    try:
-                        receiver.capture(limit=None, timeout=1, wakeup=False)
-                    except TimeoutError:
-                        continue
-
-        thread = threading.Thread(target=capture)
-        thread.start()
-        try:
-            yield starts
-        finally:
-            is_ended.set()
-            thread.join()
+        with self.client.app.connection() as connection:
+            receiver = self.client.app.events.Receiver(connection, handlers={"task-started": count})
+            thread = threading.Thread(target=lambda: receiver.capture(limit=None, timeout=None, wakeup=False))
+            thread.start()
+            try:
+                yield starts
+            finally:
+                receiver.should_stop = True  # it looks once a second at the latest
+                thread.join()
