@@ -15,7 +15,7 @@ demo: $(READY) ## A real worker, a small real model and three adapters, end to e
 	$(BIN)/lora-worker demo
 
 test: $(READY) ## All tests, with what they need
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile
 
 test-fleet: $(READY) ## Kills, outages, poison and affinity in a fleet, in full, with their figures
 	$(BIN)/python -m pytest tests/acceptance

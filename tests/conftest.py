@@ -14,8 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from lora_worker.engine.core import EngineCore
 from lora_worker.settings_sources import PREFIX
 
-# Two cores serve the tests; more threads than that only wait for each other.
-torch.set_num_threads(2)
+# `make test` runs three processes on two cores; more threads would only wait for each other.
+torch.set_num_threads(1)
 disable_progress_bar()
 
 MakeModel = Callable[[str], Path]
