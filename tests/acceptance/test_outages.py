@@ -16,9 +16,10 @@ from lora_worker.embedded import EmbeddedServer
 from .conftest import Say
 
 LEASE_SECONDS = 3
+TRANSPORTS = ["atomic", pytest.param("stock", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("transport", ["atomic", "stock"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("away_seconds", [0.5, 2.5 * LEASE_SECONDS])
 def test_a_restart_of_redis_loses_nothing_reaps_nobody_and_runs_nothing_twice(
     server: EmbeddedServer, tmp_path: Path, say: Say, away_seconds: float, transport: str
@@ -45,7 +46,7 @@ def test_a_restart_of_redis_loses_nothing_reaps_nobody_and_runs_nothing_twice(
         assert sum(finished) == len(fleet.sent)
 
 
-@pytest.mark.parametrize("transport", ["atomic", "stock"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_connections_that_are_cut_run_nothing_again(
     server: EmbeddedServer, tmp_path: Path, say: Say, transport: str
 ) -> None:
