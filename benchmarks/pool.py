@@ -31,7 +31,7 @@ from lora_worker.client import Client
 
 PROMPT_TOKENS = 8
 ANSWER_SECONDS = 600.0
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 
 
 class Figures(NamedTuple):
