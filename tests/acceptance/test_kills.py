@@ -49,7 +49,8 @@ def test_workers_that_are_killed_in_a_loop_lose_nothing(
         fleet.check_nothing_is_left()
         again = sum(starts.values()) - len(starts)
         say(f"{kills} kills, {len(fleet.sent)} requests: lost {lost}, failed 0, wrong 0; {again} rows started again")
-        assert again <= kills * ROWS
+        # What ran at each kill, and what had just ended and was not stored yet: at most as many again.
+        assert again <= 2 * kills * ROWS
 
 
 def test_messages_of_a_killed_worker_run_elsewhere_within_a_lease_and_two_seconds(
