@@ -25,7 +25,9 @@ def lines_of(path: Path) -> list[tuple[int, bytes | None, bytes]]:
 
 
 @pytest.mark.parametrize(
-    "content", [CONTENT, gzip.compress(CONTENT), gzip.compress(b"first\r\n\nsec") + gzip.compress(b"ond\nlast")]
+    "content",
+    [CONTENT, gzip.compress(CONTENT), gzip.compress(b"first\r\n\nsec") + gzip.compress(b"ond\nlast")],
+    ids=["plain", "gz", "two-gz"],
 )
 def test_lines_are_the_same_however_they_are_packed(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "in").write_bytes(content)
@@ -33,7 +35,7 @@ def test_lines_are_the_same_however_they_are_packed(tmp_path: Path, content: byt
     assert lines_of(tmp_path / "in") == [(i, line, line) for i, line in enumerate(whole, 1)]
 
 
-@pytest.mark.parametrize("content", [CONTENT, gzip.compress(CONTENT)])
+@pytest.mark.parametrize("content", [CONTENT, gzip.compress(CONTENT)], ids=["plain", "gz"])
 def test_the_standard_input_and_pipes_can_be_read_again(tmp_path: Path, content: bytes) -> None:
     script = (
         "import sys, pathlib\nfrom lora_worker.batch.source import open_source\n"
