@@ -7,6 +7,9 @@ journey, also to a client that has never heard of this package.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 
 class LoraWorkerError(Exception):
     """Base of all errors of lora-worker."""
@@ -82,3 +85,12 @@ class DemoError(LoraWorkerError):
 
 class BatchError(LoraWorkerError):
     """A batch file cannot be read, written or continued."""
+
+
+def raiser(error: Exception) -> Callable[[], Any]:
+    """A function that raises the error."""
+
+    def raise_error() -> Any:
+        raise error
+
+    return raise_error

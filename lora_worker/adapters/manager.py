@@ -74,16 +74,7 @@ class AdapterManager:
         pinned = pinned or bool(known and known.pinned)
         if pinned:
             self._check_pin(report.lora_name, adapter.rank, adapter.digest)
-        reference = AdapterReference(
-            report.lora_name,
-            report.source,
-            adapter.digest,
-            adapter.rank,
-            adapter.has_bias,
-            adapter.nbytes,
-            pinned,
-            report,
-        )
+        reference = loaded.reference(pinned=pinned)
         before = self.registry.register(reference, replace_content=replace)
         self._update_pins()
         self.cache.put(adapter, self._spares_wanted)

@@ -32,7 +32,7 @@ from lora_worker.adapters.config_fields import (
     to_lora_config,
     unmatched,
 )
-from lora_worker.adapters.reference import LoadReport
+from lora_worker.adapters.reference import AdapterReference, LoadReport
 from lora_worker.adapters.weights import (
     PICKLED,
     SAFETENSORS,
@@ -65,6 +65,21 @@ class HostAdapter:
 class LoadedAdapter(NamedTuple):
     adapter: HostAdapter
     report: LoadReport
+
+    def reference(self, *, pinned: bool, lora_path: str | None = None) -> AdapterReference:
+        """What is kept of it under its name, whether or not its weights are."""
+        adapter, report = self
+        return AdapterReference(
+            report.lora_name,
+            report.source,
+            adapter.digest,
+            adapter.rank,
+            adapter.has_bias,
+            adapter.nbytes,
+            pinned,
+            report,
+            lora_path,
+        )
 
 
 class AdapterPlanner:

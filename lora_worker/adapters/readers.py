@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_worker.adapters.plan import AdapterPlanner, HostAdapter
 from lora_worker.adapters.reference import AdapterReference
 from lora_worker.adapters.statistics import Durations
-from lora_worker.errors import AdapterError, InvalidAdapterError
+from lora_worker.errors import AdapterError
 
 READER_THREADS = 2
 READ_AGAIN_SECONDS = 1.0
@@ -57,11 +57,7 @@ class AdapterReaders:
     def read(self, reference: AdapterReference) -> HostAdapter:
         """The weights of a registered adapter; InvalidAdapterError where its files have changed."""
         adapter = self._planner.load(reference.name, self._locate(reference)).adapter
-        if adapter.digest != reference.digest:
-            raise InvalidAdapterError(
-                f"the files of the adapter {reference.name!r} in {reference.source} have changed since it was loaded "
-                f"(digest {reference.digest[:12]}, now {adapter.digest[:12]}); load it again with replace=True"
-            )
+        reference.check_digest(adapter.digest)
         return adapter
 
     def can_start(self, digest: str) -> bool:

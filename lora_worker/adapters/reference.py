@@ -52,6 +52,14 @@ class AdapterReference:
     report: LoadReport
     lora_path: str | None = None
 
+    def check_digest(self, found: str) -> None:
+        """Raise InvalidAdapterError where the adapter's files hold other content now."""
+        if found != self.digest:
+            raise InvalidAdapterError(
+                f"the files of the adapter {self.name!r} in {self.source} have changed since it was loaded "
+                f"(digest {self.digest[:12]}, now {found[:12]}); load it again with replace=True"
+            )
+
 
 def check_name(name: Any) -> str:
     """Return the name if it is one an adapter may have; InvalidAdapterError otherwise."""

@@ -91,6 +91,11 @@ class AdapterRegistry:
             self._pinned.add(reference.name)
 
 
+def unloaded_adapter(name: str) -> UnknownAdapterError:
+    """The error of a request that waited while its adapter was unloaded."""
+    return UnknownAdapterError(f"the adapter {name!r} was unloaded before the request started")
+
+
 def unknown_adapter(name: str, known: Iterable[str], base_name: str) -> UnknownAdapterError:
     """The error that says so, with what is known."""
     names = sorted(known)

@@ -25,7 +25,6 @@ class Scan:
         self._job = job
         self._default_model = default_model
         self._models: dict[str | None, int] = {}
-        self.blank_lines_at_the_end = 0
 
     def run(self, source: Source) -> None:
         self._store.begin_index()
@@ -49,7 +48,6 @@ class Scan:
                 yield RawLine(number, end, 0, b"")
             count = 0
             yield raw
-        self.blank_lines_at_the_end = count
 
     def _index(self, raw: RawLine) -> IndexedLine:
         line = read_line(raw.data, raw.number, default_model=self._default_model)

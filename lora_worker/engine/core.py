@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from itertools import chain
 
 from lora_worker.adapters.manager import AdapterManager
+from lora_worker.adapters.registry import unloaded_adapter
 from lora_worker.engine.model_runner import ModelRunner
 from lora_worker.engine.sampler import Sampler
 from lora_worker.engine.scheduler import Scheduler
@@ -87,6 +88,13 @@ class EngineCore:
         for sequence in self.rows:
             if sequence.adapter_name in names and sequence.started_at is None:
                 self.fail(sequence, error)
+
+    def unload(self, name: str, *, force: bool) -> bool:
+        """Hide the adapter's name and fail the rows that wait for it; returns whether it was known."""
+        if self.adapters.unregister(name, force=force) is None:
+            return False
+        self.fail_waiting({name}, unloaded_adapter(name))
+        return True
 
     def drained(self, name: str) -> Future[None]:
         """A future that ends with the last row that uses the adapter now; later rows of the name are not waited for."""

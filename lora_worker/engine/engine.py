@@ -29,7 +29,7 @@ from lora_worker.errors import (
     EngineStoppedError,
     GenerationError,
     LoraWorkerError,
-    UnknownAdapterError,
+    raiser,
 )
 from lora_worker.settings import LoraPath, Settings
 
@@ -142,7 +142,7 @@ class Engine:
         try:
             self._tokenizing.submit(self._read, body, options, done)
         except RuntimeError:  # the executor has been shut down
-            done(_raiser(EngineStoppedError("the engine has stopped and takes no requests")))
+            done(raiser(EngineStoppedError("the engine has stopped and takes no requests")))
         return identity
 
     def cancel(self, request_id: str) -> None:
@@ -196,11 +196,7 @@ class Engine:
         check_name(lora_name)
 
         def unload() -> tuple[bool, Future[None]]:
-            removed = self._core.adapters.unregister(lora_name, force=force)
-            if removed is not None:
-                error = UnknownAdapterError(f"the adapter {lora_name!r} was unloaded before the request started")
-                self._core.fail_waiting({lora_name}, error)
-            return removed is not None, self._core.drained(lora_name)
+            return self._core.unload(lora_name, force=force), self._core.drained(lora_name)
 
         was_loaded, drained = self._thread.call(unload)
         try:
@@ -281,10 +277,10 @@ class Engine:
         try:
             sequence = self._reader.read(body, options)
         except LoraWorkerError as error:
-            done(_raiser(error))
+            done(raiser(error))
         except Exception as error:
             logger.exception("Reading the request %s failed.", options.request_id)
-            done(_raiser(GenerationError(f"the request could not be read: {type(error).__name__}")))
+            done(raiser(GenerationError(f"the request could not be read: {type(error).__name__}")))
         else:
             self._thread.post(lambda: self._core.add(sequence))
 
@@ -313,10 +309,3 @@ class Engine:
             "kv_tokens_free": scheduler.blocks.free_count * scheduler.blocks.block_size,
             "pool": pool_info(self._core.adapters, self.settings.lora_eviction_policy),
         }
-
-
-def _raiser(error: LoraWorkerError) -> Outcome:
-    def outcome() -> dict[str, Any]:
-        raise error
-
-    return outcome

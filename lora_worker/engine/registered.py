@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from lora_worker.adapters.reference import AdapterReference, check_name
 from lora_worker.adapters.report import adapter_here
 from lora_worker.adapters.source import portable_path, resolve_task_path
-from lora_worker.errors import UnknownAdapterError
 from lora_worker.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,18 +32,8 @@ class RegisteredAdapters:
         check_name(lora_name)
         roots = self._settings.adapter_roots
         folder = resolve_task_path(lora_name, lora_path, roots, allow_hub=self._settings.allow_hub)
-        adapter, report = self._core.adapters.planner.load(lora_name, folder)
-        return AdapterReference(
-            lora_name,
-            report.source,
-            adapter.digest,
-            adapter.rank,
-            adapter.has_bias,
-            adapter.nbytes,
-            pinned,
-            report,
-            portable_path(lora_path, folder, roots),
-        )
+        loaded = self._core.adapters.planner.load(lora_name, folder)
+        return loaded.reference(pinned=pinned, lora_path=portable_path(lora_path, folder, roots))
 
     def apply(self, changes: Mapping[str, AdapterReference | None]) -> None:
         """Register these names with this content, or no more for None; between two steps, all at once.
@@ -62,9 +51,8 @@ class RegisteredAdapters:
         for name, reference in changes.items():
             if reference is not None:
                 adapters.register_reference(reference)
-            elif adapters.unregister(name, force=True) is not None:
-                error = UnknownAdapterError(f"the adapter {name!r} was unloaded before the request started")
-                self._core.fail_waiting({name}, error)
+            else:
+                self._core.unload(name, force=True)
 
     def _here(self) -> dict[str, dict[str, Any]]:
         adapters = self._core.adapters

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 
-from lora_worker.errors import EngineStoppedError, LoraWorkerError, RequestWithdrawnError, TimeLimitError
+from lora_worker.errors import EngineStoppedError, LoraWorkerError, RequestWithdrawnError, TimeLimitError, raiser
 
 if TYPE_CHECKING:
     from lora_worker.engine.engine import Outcome
@@ -59,12 +59,3 @@ def result_of(outcome: Outcome, soft_limit: float | None, hard_limit: float | No
     except LoraWorkerError as error:
         return raiser(error)
     return lambda: answer
-
-
-def raiser(error: Exception) -> Callable[[], Any]:
-    """A function that raises the error."""
-
-    def raise_error() -> Any:
-        raise error
-
-    return raise_error

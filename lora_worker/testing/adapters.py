@@ -129,12 +129,7 @@ class PacedAdapters:
         digest = reference.digest
         self._errors.pop(digest, None)
         try:
-            found = digest_of(locate(reference, self._settings.adapter_roots))
-            if found != digest:
-                raise InvalidAdapterError(
-                    f"the files of the adapter {reference.name!r} in {reference.source} have changed since it was "
-                    f"loaded (digest {digest[:12]}, now {found[:12]}); load it again with replace=True"
-                )
+            reference.check_digest(digest_of(locate(reference, self._settings.adapter_roots)))
         except InvalidAdapterError as error:
             self._errors[digest] = str(error)
             raise

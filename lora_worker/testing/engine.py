@@ -12,12 +12,13 @@ from lora_worker.adapters.source import resolve_operator_path
 from lora_worker.errors import (
     LoraWorkerError,
     RequestWithdrawnError,
+    raiser,
 )
 from lora_worker.messages import parse_generate
 from lora_worker.settings import Settings
 from lora_worker.testing.adapters import PacedAdapters, read_reference
 from lora_worker.testing.registered import PacedRegistered
-from lora_worker.testing.rows import Outcome, Row, raiser
+from lora_worker.testing.rows import Outcome, Row
 from lora_worker.testing.schedule import RowSchedule
 
 

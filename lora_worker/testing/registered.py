@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from lora_worker.adapters.reference import AdapterReference, check_name
+from lora_worker.adapters.registry import unloaded_adapter
 from lora_worker.adapters.source import portable_path, resolve_task_path
-from lora_worker.errors import UnknownAdapterError
 from lora_worker.settings import Settings
 from lora_worker.testing.adapters import PacedAdapters, read_reference
 from lora_worker.testing.schedule import RowSchedule
@@ -35,7 +35,7 @@ class PacedRegistered:
                     self._adapters.register(reference)
                     continue
                 self._adapters.unregister(name)
-                error = UnknownAdapterError(f"the adapter {name!r} was unloaded before the request started")
+                error = unloaded_adapter(name)
                 self._rows.fail(error, lambda row, name=name: row.adapter_name == name and row.adapter is None)  # type: ignore[misc]
             self._rows.changed.notify_all()
 

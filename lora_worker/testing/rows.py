@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lora_worker.adapters.reference import AdapterReference
-from lora_worker.errors import LoraWorkerError
 from lora_worker.messages import DEFAULT_COMPLETION_TOKENS, GenerateRequest
 
 # A prompt with these words kills the worker when its first token is due.
@@ -22,13 +21,6 @@ Outcome = Callable[[], dict[str, Any]]
 def answer_text(digest: str | None, prompt: str | list[int]) -> str:
     """What a prompt is answered: it depends on the adapter's content (None: the bare base) and on nothing else."""
     return hashlib.sha256(f"{digest} {json.dumps(prompt)}".encode()).hexdigest()
-
-
-def raiser(error: LoraWorkerError) -> Outcome:
-    def outcome() -> dict[str, Any]:
-        raise error
-
-    return outcome
 
 
 @dataclass(eq=False)

@@ -16,9 +16,10 @@ from lora_worker.errors import (
     LoraWorkerError,
     RequestWithdrawnError,
     TimeLimitError,
+    raiser,
 )
 from lora_worker.testing.adapters import PacedAdapters
-from lora_worker.testing.rows import POISON, Row, raiser
+from lora_worker.testing.rows import POISON, Row
 
 
 class RowSchedule:
