@@ -49,6 +49,7 @@ class DevicePool:
         slots: int,
         pages: int,
         device: torch.device,
+        is_pinned: Callable[[str], bool],
     ) -> None:
         self._layers = layers
         self._policy = policy
@@ -56,8 +57,9 @@ class DevicePool:
         self._allocator = PageAllocator(slots=slots, pages=pages)
         self._counters = counters
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.pinned: set[str] = set()
+        self._is_pinned = is_pinned
         self.nbytes = 0
+        self._page_bytes = 0  # what one page takes over all layers that have memory
         for layer in layers.values():
             if not layer.allocates_late:
                 self._allocate(layer)
@@ -68,15 +70,6 @@ class DevicePool:
     @property
     def slots(self) -> int:
         return self._allocator.slots
-
-    @property
-    def pages(self) -> int:
-        return self._allocator.pages
-
-    @property
-    def page_bytes(self) -> int:
-        """The bytes that one page takes over all layers that have memory."""
-        return sum(layer.page_bytes for layer in self._layers.values() if layer.is_allocated)
 
     def is_ready(self, digest: str) -> bool:
         """Whether the adapter is resident and its copy has ended."""
@@ -104,7 +97,7 @@ class DevicePool:
         if digest not in self._residents:
             return 0, 0
         resident = self._residents[digest]
-        taken = len(resident.place.pages) * self.page_bytes
+        taken = len(resident.place.pages) * self._page_bytes
         return min(resident.nbytes, taken), max(taken - resident.nbytes, 0)
 
     def room(self, spares: Callable[[str], bool], drained: Collection[str] = ()) -> int:
@@ -204,9 +197,10 @@ class DevicePool:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _allocate(self, layer: LoraLayer) -> None:
-        self.nbytes += layer.allocate(self.slots, self.pages)
+        self.nbytes += layer.allocate(self.slots, self._allocator.pages)
+        self._page_bytes += layer.page_bytes
 
     def _is_blocked(self, digest: str, drained: Collection[str] = ()) -> bool:
         resident = self._residents[digest]
         is_held = resident.held > 0 and digest not in drained
-        return digest in self.pinned or is_held or not resident.is_ready
+        return self._is_pinned(digest) or is_held or not resident.is_ready

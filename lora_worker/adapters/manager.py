@@ -55,13 +55,15 @@ class AdapterManager:
         self.waits = AdapterWaits()
         self._pin_room = pin_room
         self._is_wanted = is_wanted
-        self.readers = AdapterReaders(
+        self._on_read_failed = on_read_failed
+        self.read_errors: dict[str, str] = {}  # by digest, why it could not be read, until it can
+        self._readers = AdapterReaders(
             planner,
             self.counters.reads,
             locate=locate,
             post=post,
             on_read=self._on_read,
-            on_failed=lambda digest, error: on_read_failed(set(self.registry.names_of(digest)), error),
+            on_failed=self._on_failed,
         )
 
     # Registered names ----------------------------------------------------------------------------
@@ -70,13 +72,11 @@ class AdapterManager:
         """Make a checked adapter known under its name; rows admitted from now on use this content."""
         report = loaded.report
         adapter = loaded.adapter
-        known = report.lora_name in self.registry and self.registry.get(report.lora_name)
-        pinned = pinned or bool(known and known.pinned)
+        pinned = pinned or self.is_pinned(report.lora_name)
         if pinned:
             self._check_pin(report.lora_name, adapter.rank, adapter.digest)
         reference = loaded.reference(pinned=pinned)
         before = self.registry.register(reference, replace_content=replace)
-        self._update_pins()
         self.cache.put(adapter, self._spares_wanted)
         if before is not None:
             self._forget_if_unused(before.digest)
@@ -85,7 +85,6 @@ class AdapterManager:
     def register_reference(self, reference: AdapterReference) -> None:
         """Make an adapter known that another worker has checked; its files are read when it is first needed."""
         before = self.registry.register(reference, replace_content=True)
-        self._update_pins()
         if before is not None:
             self._forget_if_unused(before.digest)
 
@@ -97,13 +96,12 @@ class AdapterManager:
         if reference.pinned and not force:
             raise AdapterConflictError(f"the adapter {name!r} is pinned; unpin it first, or unload with force=True")
         self.registry.remove(name)
-        self._update_pins()
         self._forget_if_unused(reference.digest)
         return reference
 
     def read_again(self, reference: AdapterReference) -> HostAdapter:
         """The weights of a registered adapter from its folder; any thread but the engine's may call it."""
-        return self.readers.read(reference)
+        return self._readers.read(reference)
 
     def pin(self, name: str, adapter: HostAdapter | None) -> None:
         """Keep the adapter resident from now on; refused where no slot would stay unpinned.
@@ -115,14 +113,12 @@ class AdapterManager:
         if adapter is not None and adapter.digest == reference.digest:
             self.cache.put(adapter, self._spares_wanted)
         self.registry.set_pinned(name, pinned=True)
-        self._update_pins()
 
     def unpin(self, name: str) -> bool:
         """Returns whether the adapter was pinned."""
-        was_pinned = name in self.registry and self.registry.get(name).pinned
+        was_pinned = self.is_pinned(name)
         if was_pinned:
             self.registry.set_pinned(name, pinned=False)
-            self._update_pins()
         return was_pinned
 
     # Rows ----------------------------------------------------------------------------------------
@@ -155,9 +151,9 @@ class AdapterManager:
         reference = self.registry.find(name)
         if reference is None or reference.digest in self.cache or reference.digest in self.pool:
             return
-        has_room = self.cache.has_room(reference.nbytes, self._spares_wanted) or not self.readers.reading
-        if has_room and self.readers.can_start(reference.digest):
-            self.readers.start(reference)
+        has_room = self.cache.has_room(reference.nbytes, self._spares_wanted) or not self._readers.reading
+        if has_room and self._readers.can_start(reference.digest):
+            self._readers.start(reference)
 
     def prepare(self, reference: AdapterReference, *, wanted_may_go: bool = False) -> bool:
         """Bring the adapter into a slot, if it is in host memory and there is room; returns whether rows can use it."""
@@ -200,12 +196,11 @@ class AdapterManager:
         self.pool.check_integrity(held)
         self.cache.check_integrity()
         self.registry.check_integrity()
-        assert self.pool.pinned == {reference.digest for reference in self.registry.pinned()}, "pool: pins disagree"
         known = {reference.digest for reference in self.registry} | set(held)
         assert set(self.pool.residents().values()) <= known, "a slot is taken by an adapter that nobody knows"
 
     def close(self) -> None:
-        self.readers.close()
+        self._readers.close()
 
     def _check_pin(self, name: str, rank: int, digest: str) -> None:
         # What the name stands for now leaves with its replacement.
@@ -214,23 +209,27 @@ class AdapterManager:
         if reason is not None:
             raise AdapterConflictError(f"pinning {name!r} {reason}")
 
-    def _update_pins(self) -> None:
-        self.pool.pinned = {reference.digest for reference in self.registry.pinned()}
-
     def _spares_wanted(self, digest: str) -> bool:
         return any(map(self._is_wanted, self.registry.names_of(digest)))
 
     def _forget_if_unused(self, digest: str) -> None:
         if self.registry.names_of(digest):
             return
-        self.readers.errors.pop(digest, None)
+        self.read_errors.pop(digest, None)
         self.cache.drop(digest)
         if digest in self.pool and not self.pool.held(digest):
             self.pool.remove(digest)
 
     def _on_read(self, adapter: HostAdapter) -> None:
+        self.read_errors.pop(adapter.digest, None)
         if self.registry.names_of(adapter.digest):
             self.cache.put(adapter, self._spares_wanted)
+
+    def _on_failed(self, digest: str, error: AdapterError) -> None:
+        names = set(self.registry.names_of(digest))
+        if names:
+            self.read_errors[digest] = str(error)
+        self._on_read_failed(names, error)
 
 
 def _spares_none(_: str) -> bool:

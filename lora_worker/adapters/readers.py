@@ -46,7 +46,6 @@ class AdapterReaders:
         self._on_failed = on_failed
         self._reading: set[str] = set()
         self._read_after: dict[str, float] = {}
-        self.errors: dict[str, str] = {}  # by digest, why it could not be read, until it can
         self._threads = ThreadPoolExecutor(READER_THREADS, "adapter-reader")
 
     @property
@@ -89,13 +88,11 @@ class AdapterReaders:
     def _done(self, adapter: HostAdapter, seconds: float) -> None:
         self._reading.discard(adapter.digest)
         self._read_after.pop(adapter.digest, None)
-        self.errors.pop(adapter.digest, None)
         self._durations.add(seconds)
         self._on_read(adapter)
 
     def _failed(self, digest: str, error: AdapterError) -> None:
         self._reading.discard(digest)
         self._read_after[digest] = time.monotonic() + READ_AGAIN_SECONDS
-        self.errors[digest] = str(error)
         logger.error("An adapter is not served: %s", error)
         self._on_failed(digest, error)

@@ -74,6 +74,10 @@ class AdapterRegistry:
         """The names that stand for this content."""
         return self._names.get(digest, set())
 
+    def is_pinned(self, digest: str) -> bool:
+        """Whether any of the content's names is pinned."""
+        return not self._pinned.isdisjoint(self.names_of(digest))
+
     def pinned(self) -> list[AdapterReference]:
         return [self._references[name] for name in sorted(self._pinned)]
 

@@ -47,7 +47,7 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
     # By their names before the layers come in between; a tied one stands under both of its names.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     layers, lora_step = inject_lora(model, settings.lora_target_modules)
-    counters = PoolCounters()
+    registry, counters = AdapterRegistry(settings.base_name), PoolCounters()
     pool = DevicePool(
         layers,
         make_policy(settings.lora_eviction_policy),
@@ -55,19 +55,20 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
         slots=settings.max_loras_per_batch,
         pages=pool_pages(settings),
         device=model.device,
+        is_pinned=registry.is_pinned,
     )
     cache = HostCache(
         LruPolicy(),
         counters,
         max_adapters=settings.max_loaded_loras,
         max_bytes=int(settings.max_loaded_lora_bytes),
-        is_pinned=lambda digest: digest in pool.pinned,
+        is_pinned=registry.is_pinned,
     )
     total_tokens, max_model_len = _cache_size(settings, loaded)
     blocks = BlockManager(-(-total_tokens // attention.block_size), attention.block_size)
     attention.set_blocks(blocks.count)
     adapters = AdapterManager(
-        Tiers(AdapterRegistry(settings.base_name), cache, pool, counters),
+        Tiers(registry, cache, pool, counters),
         AdapterPlanner(
             model.config,
             targetable=set(layers),

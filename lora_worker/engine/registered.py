@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lora_worker.adapters.reference import AdapterReference, check_name
 from lora_worker.adapters.report import adapter_here
 from lora_worker.adapters.source import portable_path, resolve_task_path
+from lora_worker.messages import AdapterOnWorker
 from lora_worker.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class RegisteredAdapters:
 
     def here(self) -> dict[str, dict[str, Any]]:
         """By name, where the weights are on this worker; those that are nowhere, for no reason, are left out."""
-        return self._thread.call(self._here)
+        return {name: here.model_dump() for name, here in self._thread.call(self._here).items()}
 
     def _apply(self, changes: Mapping[str, AdapterReference | None]) -> None:
         adapters = self._core.adapters
@@ -54,7 +55,11 @@ class RegisteredAdapters:
             else:
                 self._core.unload(name, force=True)
 
-    def _here(self) -> dict[str, dict[str, Any]]:
+    def _here(self) -> dict[str, AdapterOnWorker]:
         adapters = self._core.adapters
-        found = {reference.name: adapter_here(adapters, reference.digest) for reference in adapters.registry}
-        return {name: here.model_dump() for name, here in found.items() if here.cached or here.resident or here.error}
+        places = (adapters.cache, adapters.pool, adapters.read_errors)
+        return {
+            reference.name: adapter_here(adapters, reference.digest)
+            for reference in adapters.registry
+            if any(reference.digest in place for place in places)
+        }

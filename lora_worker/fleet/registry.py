@@ -147,7 +147,7 @@ class FleetRegistry:
         """Every registered adapter, and by each worker's own report where its weights are."""
         self.reconciler.refresh()
         own = {**self.describe(), "adapters": self._registered.here()}
-        reports = [*({**self._store.reports(), self._worker_id: own}).values()]
+        reports = [*self._reports(own).values()]
         return {name: status_of(entry, reports) for name, entry in sorted(self.reconciler.entries.items())}
 
     # ---------------------------------------------------------------------------------------------
@@ -160,14 +160,18 @@ class FleetRegistry:
         entry = self.reconciler.entries.get(name)
         return entry is not None and entry.digest == digest
 
+    def _reports(self, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """What the workers last said of themselves; `own` is what this one says now."""
+        return {**self._store.reports(), self._worker_id: own}
+
     def _pinning_workers(self, name: str) -> list[str]:
-        reports = {**self._store.reports(), self._worker_id: self.describe()}
+        reports = self._reports(self.describe())
         return sorted(worker_name_of(w, report) for w, report in reports.items() if name in report.get("own_pins", []))
 
     def _check_pin(self, reference: AdapterReference) -> None:
         self.reconciler.refresh()
         references = {**self.reconciler.entries, reference.name: reference}.values()
-        for worker_id, report in {**self._store.reports(), self._worker_id: self.describe()}.items():
+        for worker_id, report in self._reports(self.describe()).items():
             if "pin_room" in report:
                 worker = worker_name_of(worker_id, report)
                 room = PinRoom(*report["pin_room"])
@@ -193,7 +197,7 @@ class FleetRegistry:
             pause = min(2 * pause, longest)
 
     def _waiting_for(self, name: str, generation: int) -> list[str]:
-        reports = {**self._store.reports(), self._worker_id: self.reconciler.describe()}
+        reports = self._reports(self.reconciler.describe())
         return sorted(worker_name_of(w, r) for w, r in reports.items() if not has_let_go(r, name, generation))
 
     def _restore(self, entries: Entries) -> None:

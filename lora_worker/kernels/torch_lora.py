@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from lora_worker.kernels.pages import PAGE_RANKS
+from lora_worker.kernels.pages import PAGE_RANKS, run_of
 
 # Padding every adapter's tokens to the longest may at most double the work; beyond that they are taken one by one.
 MAX_PADDING = 2
@@ -108,9 +108,9 @@ def add_bias(out: torch.Tensor, bias: torch.Tensor, batch: LoraBatch) -> None:
 
 def rows_of(pages: tuple[int, ...], device: torch.device) -> Rows:
     """The rows of pages in their order."""
-    first = pages[0]
-    if pages == tuple(range(first, first + len(pages))):
-        return slice(first * PAGE_RANKS, (first + len(pages)) * PAGE_RANKS)
+    run = run_of(pages)
+    if run is not None:
+        return run
     return torch.tensor([page * PAGE_RANKS + i for page in pages for i in range(PAGE_RANKS)], device=device)
 
 

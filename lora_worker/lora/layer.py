@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
 from lora_worker.kernels.memory import zeros
-from lora_worker.kernels.pages import PAGE_RANKS
-from lora_worker.kernels.torch_lora import LoraBatch, add_bias, add_lora, rows_of
+from lora_worker.kernels.pages import PAGE_RANKS, run_of
+from lora_worker.kernels.torch_lora import LoraBatch, add_bias, add_lora
 
 
 class LoraPair(NamedTuple):
@@ -209,8 +209,8 @@ class LoraEmbedding(LoraLayer):
 
 def _fill(storage: torch.Tensor, pages: tuple[int, ...], values: torch.Tensor) -> None:
     """Write `values` [R, X] into the pages' rows of `storage` [P, X], and zeros into what is left of the pages."""
-    rows = rows_of(pages, storage.device)
-    if not isinstance(rows, slice):
+    rows = run_of(pages)
+    if rows is None:
         for i, page in enumerate(pages):
             _fill(storage, (page,), values[i * PAGE_RANKS : (i + 1) * PAGE_RANKS])
         return
