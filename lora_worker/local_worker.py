@@ -23,9 +23,16 @@ STOP_SECONDS = 30.0
 
 @contextmanager
 def local_worker(
-    name: str, redis_url: str, environment: Mapping[str, str], *, folder: Path | None = None
+    name: str,
+    redis_url: str,
+    environment: Mapping[str, str],
+    *,
+    folder: Path | None = None,
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker on `redis_url`, ready to answer; ends with the block. LocalWorkerError where it doesn't start.
+    """A worker on `redis_url`, ready to answer; ends with the block.
+
+    LocalWorkerError where it doesn't start within `start_seconds`.
 
     `folder` is the directory it runs in, whose `.env` it reads; the caller's where it is left out.
     """
@@ -42,7 +49,7 @@ def local_worker(
             preexec_fn=end_with_parent,
         )
         try:
-            _wait_until_ready(process, redis_url, log)
+            _wait_until_ready(process, redis_url, log, start_seconds)
             yield process
         finally:
             process.terminate()
@@ -53,10 +60,10 @@ def local_worker(
                 process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], redis_url: str, log: Any) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], redis_url: str, log: Any, seconds: float) -> None:
     client = Client(redis_url)
     result = client.list_lora_adapters()
-    end = time.monotonic() + START_SECONDS
+    end = time.monotonic() + seconds
     try:
         while time.monotonic() < end and process.poll() is None:
             try:

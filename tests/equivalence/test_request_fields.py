@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from support.engines import engines
 from support.oracle import CLOSE_CALL
 from support.tiny_models import EOS, VOCABULARY, ids_of, text_of
 from transformers import (
@@ -25,7 +26,6 @@ from transformers import (
 )
 
 from lora_worker.engine import Engine
-from lora_worker.settings import Settings
 
 TOKENS = 24
 ADAPTER = "everything"
@@ -57,17 +57,9 @@ def models(tiny_model: Callable[[str], Path], tiny_adapters: Callable[[str], dic
 def make_engine(
     tiny_model: Callable[[str], Path], tiny_adapters: Callable[[str], dict[str, Path]]
 ) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def make(**more: Any) -> Engine:
-        paths = [f"{name}={path}" for name, path in tiny_adapters("llama").items()]
-        engine = Engine(Settings(model=tiny_model("llama"), dtype="float64", device="cpu", lora_paths=paths, **more))
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
+    paths = [f"{name}={path}" for name, path in tiny_adapters("llama").items()]
+    with engines(tiny_model("llama"), lora_paths=paths) as make:
+        yield make
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import redis
+from support.engines import engines
 from support.tiny_models import save_adapter, save_model
 from support.worker_process import WorkerProcess
 
 from lora_worker.client import Client
 from lora_worker.embedded import EmbeddedServer
 from lora_worker.engine import Engine
-from lora_worker.settings import Settings
 from lora_worker.settings_sources import PREFIX
 
 ADAPTERS = [f"adapter-{i}" for i in range(6)]
@@ -97,13 +97,5 @@ def paths(tiny_adapters: Callable[[str], dict[str, Path]]) -> dict[str, Path]:
 
 @pytest.fixture
 def make_engine(tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def make(*, device: str = "cpu", **settings: Any) -> Engine:
-        engine = Engine(Settings(model=tiny_model("llama"), dtype="float64", device=device, **settings))
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
+    with engines(tiny_model("llama")) as make:
+        yield make

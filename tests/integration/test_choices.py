@@ -12,11 +12,11 @@ import pytest
 import torch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from support.engines import engines
 from support.worker_process import wait_for
 
 from lora_worker import errors
 from lora_worker.engine import Engine
-from lora_worker.settings import Settings
 
 NAME = "attention"
 TOKENS = 200
@@ -27,17 +27,9 @@ SECONDS = 60
 def make_engine(
     tiny_model: Callable[[str], Path], tiny_adapters: Callable[[str], dict[str, Path]]
 ) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def make(**more: Any) -> Engine:
-        paths = [f"{NAME}={tiny_adapters('llama')[NAME]}"]
-        engine = Engine(Settings(model=tiny_model("llama"), dtype="float64", device="cpu", lora_paths=paths, **more))
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
+    paths = [f"{NAME}={tiny_adapters('llama')[NAME]}"]
+    with engines(tiny_model("llama"), lora_paths=paths) as make:
+        yield make
 
 
 class Request:
