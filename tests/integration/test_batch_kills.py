@@ -144,8 +144,12 @@ def test_a_restart_of_redis_is_waited_out(paced_worker: PacedWorkerProcess, tmp_
 def test_what_redis_has_lost_is_sent_again(paced_worker: PacedWorkerProcess, tmp_path: Path) -> None:
     server = paced_worker.server
     batch = start(server, tmp_path)
+    # The worker answers what it has in hand all the same; that must not be all that is in flight.
+    paced_worker.send_signal(signal.SIGSTOP)
     with Redis(port=server.port) as connection:
         connection.flushall()
+    wait_for(lambda: "they are sent again" in batch.said, "the client has noticed")
+    paced_worker.send_signal(signal.SIGCONT)
     assert batch.end().code == 0
     assert "they are sent again" in batch.said
     check_complete(tmp_path)

@@ -136,4 +136,6 @@ def test_rows_go_on_through_a_restart_of_redis(own_worker: WorkerProcess) -> Non
     again = own_worker.client().app.AsyncResult(row.id)
     wait_for(lambda: again.ready(), "the row has its answer")
     assert again.result["usage"]["completion_tokens"] == 2000
+    # It is said a moment after the result is stored.
+    wait_for(lambda: f"[{row.id}] succeeded" in own_worker.log, "the worker says so")
     assert own_worker.log.count(f"[{row.id}] succeeded") == 1
