@@ -6,11 +6,12 @@ import hashlib
 import json
 import time
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from lora_worker.adapters.eviction import make_policy
-from lora_worker.adapters.reference import AdapterReference, LoadReport
+from lora_worker.adapters.reference import AdapterReference, AdapterState, LoadReport
 from lora_worker.adapters.registry import AdapterRegistry
 from lora_worker.adapters.source import FILES, locate
 from lora_worker.errors import InvalidAdapterError
@@ -46,6 +47,7 @@ class PacedAdapters:
 
     def __init__(self, settings: Settings, load_seconds: float) -> None:
         self.registry = AdapterRegistry(settings.base_name)
+        self.is_wanted: Callable[[str], bool] = lambda _: False
         self.counts = {"hits": 0, "loads": 0, "evictions": 0}
         self._settings = settings
         self._load_seconds = load_seconds
@@ -66,14 +68,45 @@ class PacedAdapters:
         if removed is not None:
             self._free_if_unused(removed.digest)
 
-    def prepare(self, reference: AdapterReference) -> float | None:
-        """When the adapter is in a slot, on the monotonic clock; None where every slot is held or pinned.
+    # What the scheduler asks: `lora_worker.engine.admission.Adapters`. An adapter takes one page.
+
+    @property
+    def slots(self) -> int:
+        return self._settings.max_loras_per_batch
+
+    def state(self, name: str) -> AdapterState:
+        is_resident = self.registry.get(name).digest in self._ready_at
+        return AdapterState.RESIDENT if is_resident else AdapterState.CACHED
+
+    def residents(self) -> list[str]:
+        return [name for digest in self._ready_at for name in sorted(self.registry.names_of(digest))]
+
+    def pages(self, _: str) -> int:
+        return 1
+
+    def room(self, *, wanted_may_go: bool, drained: Collection[str] = ()) -> int:
+        idle = self._evictable(wanted_may_go=wanted_may_go, drained=drained)
+        return self.slots - len(self._ready_at) + len(list(idle))
+
+    def fetch(self, name: str) -> None:
+        raise AssertionError(f"{name} is never away")
+
+    def is_pinned(self, name: str) -> bool:
+        return self.registry.get(name).pinned
+
+    def pinned_without_slot(self) -> list[str]:
+        return []
+
+    # ---------------------------------------------------------------------------------------------
+
+    def prepare(self, reference: AdapterReference, *, wanted_may_go: bool) -> float | None:
+        """When the adapter is in a slot, on the monotonic clock; None where nothing may leave for it.
 
         InvalidAdapterError where the folder no longer holds what was registered.
         """
         digest = reference.digest
         if digest not in self._ready_at:
-            if not self._make_room():
+            if not self._make_room(wanted_may_go=wanted_may_go):
                 return None
             self._check_files(reference)
             self.counts["loads"] += 1
@@ -117,10 +150,10 @@ class PacedAdapters:
             **self.counts,
         }
 
-    def check_integrity(self, held: Counter[str]) -> None:
-        assert held == +self._held, f"held {dict(+self._held)}, but the rows hold {dict(held)}"
+    def check_integrity(self, held: dict[str, int]) -> None:
+        assert held == +self._held, f"held {dict(+self._held)}, but the rows hold {held}"
         assert set(held) <= set(self._ready_at), f"rows run without a slot: {set(held) - set(self._ready_at)}"
-        assert len(self._ready_at) <= self._settings.max_loras_per_batch, f"{len(self._ready_at)} slots are taken"
+        assert len(self._ready_at) <= self.slots, f"{len(self._ready_at)} slots are taken"
         assert set(self._policy) == set(self._ready_at), "policy and slots disagree"
 
     # ---------------------------------------------------------------------------------------------
@@ -134,12 +167,18 @@ class PacedAdapters:
             self._errors[digest] = str(error)
             raise
 
-    def _make_room(self) -> bool:
-        if len(self._ready_at) < self._settings.max_loras_per_batch:
+    def _evictable(self, *, wanted_may_go: bool, drained: Collection[str] = ()) -> Iterator[str]:
+        """Digests that may leave their slots, in the order of the policy."""
+        for digest in self._policy:
+            is_held = self._held[digest] and digest not in drained
+            is_wanted = not wanted_may_go and any(map(self.is_wanted, self.registry.names_of(digest)))
+            if not (is_held or is_wanted or self.registry.is_pinned(digest)):
+                yield digest
+
+    def _make_room(self, *, wanted_may_go: bool) -> bool:
+        if len(self._ready_at) < self.slots:
             return True
-        now = time.monotonic()
-        blocked = {reference.digest for reference in self.registry.pinned()} | set(+self._held)
-        victim = next((d for d in self._policy if d not in blocked and self._ready_at[d] <= now), None)
+        victim = next(self._evictable(wanted_may_go=wanted_may_go), None)
         if victim is None:
             return False
         self._remove(victim)

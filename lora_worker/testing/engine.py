@@ -38,6 +38,7 @@ class PacedEngine:
         self._rows = RowSchedule(
             self._adapters,
             max_running=settings.running_limit("cpu"),
+            max_wait_seconds=settings.max_wait_seconds,
             tokens_per_second=float(os.environ.get("PACED_TOKENS_PER_SECOND", "100")),
         )
         for entry in settings.lora_paths:
@@ -62,7 +63,16 @@ class PacedEngine:
             name = None if request.model in (None, self.settings.base_name) else request.model
             if name is not None:
                 self._adapters.registry.get(name)
-            row = Row(identity, request, name, done, priority, time_limit_seconds, may_start, on_started)
+            row = Row(
+                identity,
+                request,
+                done,
+                adapter_name=name,
+                priority=priority,
+                time_limit_seconds=time_limit_seconds,
+                may_start=may_start,
+                on_started=on_started,
+            )
             row.model, row.worker = name or self.settings.base_name, self.worker_name
             self._rows.add(row)
         except LoraWorkerError as error:
@@ -82,7 +92,7 @@ class PacedEngine:
                 "model": self.settings.base_name,
                 "device": "paced",
                 "running": len(self._rows.running),
-                "waiting": len(self._rows.waiting),
+                "waiting": self._rows.waiting_count,
                 "generated_tokens": self._rows.generated_tokens,
                 "pool": self._adapters.info(),
             }

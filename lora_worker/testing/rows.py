@@ -6,10 +6,9 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from lora_worker.adapters.reference import AdapterReference
+from lora_worker.engine.sequence import SamplingParams, Sequence
 from lora_worker.messages import DEFAULT_COMPLETION_TOKENS, GenerateRequest
 
 # A prompt with these words kills the worker when its first token is due.
@@ -23,27 +22,30 @@ def answer_text(digest: str | None, prompt: str | list[int]) -> str:
     return hashlib.sha256(f"{digest} {json.dumps(prompt)}".encode()).hexdigest()
 
 
-@dataclass(eq=False)
-class Row:
-    """A request; the fields are those of the real engine's `submit`. Times are on the monotonic clock."""
+class Row(Sequence):
+    """The real engine's row, with a request that no tokenizer has read. Times are on the monotonic clock."""
 
-    request_id: str
-    request: GenerateRequest
-    adapter_name: str | None
-    done: Callable[[Outcome], None]
-    priority: int
-    time_limit_seconds: float | None
-    may_start: Callable[[], bool] | None
-    on_started: Callable[[], None] | None
-    model: str = ""
-    worker: str = ""
-    arrived_at: float = field(default_factory=time.monotonic)
-    adapter: AdapterReference | None = None
-    started_at: float = 0.0
-    ends_at: float = 0.0
+    def __init__(
+        self, request_id: str, request: GenerateRequest, done: Callable[[Outcome], None], **fields: Any
+    ) -> None:
+        super().__init__(
+            request_id,
+            [0],
+            SamplingParams(temperature=0, top_p=1, top_k=0, seed=0),
+            request.token_limit or DEFAULT_COMPLETION_TOKENS,
+            lambda _: None,
+            is_chat=request.is_chat,
+            **fields,
+        )
+        self.request = request
+        self.done = done
+        self.model = ""
+        self.worker = ""
+        self.ends_at = 0.0
 
     @property
-    def prompt(self) -> str | list[int]:
+    def asked(self) -> str | list[int]:
+        """The prompt, or the messages' text."""
         if self.request.prompt is not None:
             return self.request.prompt
         contents = (message.content or "" for message in self.request.messages or [])
@@ -51,42 +53,31 @@ class Row:
 
     @property
     def text(self) -> str:
-        return self.prompt if isinstance(self.prompt, str) else ""
-
-    @property
-    def tokens(self) -> int:
-        return self.request.token_limit or DEFAULT_COMPLETION_TOKENS
-
-    @property
-    def is_over_time(self) -> bool:
-        """Whether the row is ended by its time limit."""
-        limit = self.time_limit_seconds
-        return limit is not None and self.ends_at >= self.started_at + limit
+        return self.asked if isinstance(self.asked, str) else ""
 
     def answer(self) -> dict[str, Any]:
         """The OpenAI object, as the real engine's."""
         digest = self.adapter.digest if self.adapter else None
-        text = answer_text(digest, self.prompt)
-        is_chat = self.request.is_chat
+        text = answer_text(digest, self.asked)
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
-        choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-        prompt_tokens = len(self.prompt if isinstance(self.prompt, list) else self.prompt.split())
+        choice |= {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        prompt_tokens = len(self.asked if isinstance(self.asked, list) else self.asked.split())
         return {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.request_id}",
-            "object": "chat.completion" if is_chat else "text_completion",
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}",
+            "object": "chat.completion" if self.is_chat else "text_completion",
             "created": int(time.time()),
             "model": self.model,
             "choices": [choice],
             "usage": {
                 "prompt_tokens": prompt_tokens,
-                "completion_tokens": self.tokens,
-                "total_tokens": prompt_tokens + self.tokens,
+                "completion_tokens": self.max_tokens,
+                "total_tokens": prompt_tokens + self.max_tokens,
             },
             "lora_worker": {
                 "adapter": self.adapter_name,
                 "digest": digest,
                 "worker": self.worker,
-                "queued_seconds": round(self.started_at - self.arrived_at, 4),
-                "run_seconds": round(self.ends_at - self.started_at, 4),
+                "queued_seconds": round(self.queued_seconds, 4),
+                "run_seconds": round(self.ends_at - (self.started_at or self.ends_at), 4),
             },
         }
