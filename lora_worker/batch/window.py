@@ -174,7 +174,7 @@ class Window:
         models = {sent.line.model for sent in self._sent.values()}
         for i, line in enumerate(lines):
             models.add(line.model)
-            if len(models) > self._roster.most_models and len(self._sent) + i >= self._roster.enough_rows:
+            if len(models) > self._roster.most_models and len(self._sent) + i >= self._roster.enough_lines:
                 return lines[:i]
         return lines
 

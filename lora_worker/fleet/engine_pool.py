@@ -192,7 +192,12 @@ class EnginePool(BasePool):
         self._managers.submit(manage)
 
     def _get_info(self) -> dict[str, Any]:
-        return {"max-concurrency": self.limit, "rows": len(self._rows), "lora": self.engine.info()}
+        return {
+            "max-concurrency": self.limit,
+            "rows": len(self._rows),
+            "max-rows": self.row_limit,
+            "lora": self.engine.info(),
+        }
 
     @property
     def is_draining(self) -> bool:

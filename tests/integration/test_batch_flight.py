@@ -122,7 +122,7 @@ def test_a_message_that_is_nowhere_twice_is_published_again(
             Scan(store, job=JOB, default_model=None).run(source)
             store.set_turns(take_turns(store.models(), 1), 1)
         tally = Tally(store.models(), total=5, done=0, failed=0)
-        roster = Roster(None, 0, 0)
+        roster = Roster(None, 0, 0, 0)
         window = Window(store, source, flight, tally, roster=roster, default_model=None, max_in_flight=100)
         window.begin()
         window.send()

@@ -129,6 +129,7 @@ def test_what_got_lost_on_its_way_from_redis_goes_back(client: Client, redis: Re
     """The script has recorded it, and its answer never came: found when the worker connects again."""
     done = client.generate(prompt="x", max_tokens=2)
     assert done.get(timeout=SECONDS)
+    wait_for(lambda: sum(read_backlog(redis, KEYS)) == 0, "it is acknowledged")
     lost = client.generate(prompt="x", max_tokens=2, countdown=3600)
     wait_for(lambda: read_backlog(redis, KEYS).in_hand == 1, "the worker keeps it")
     (key,) = redis.keys(KEYS.unacked("*"))
