@@ -10,10 +10,10 @@ from celery import Celery
 from lora_worker.errors import SettingsError
 from lora_worker.fleet import startup as _startup  # noqa: F401 - connects its handlers to Celery's signals
 from lora_worker.fleet.configuration import worker_configuration
-from lora_worker.fleet.engine_pool import MakeEngine, start_engine
+from lora_worker.fleet.pool.engine_pool import MakeEngine, start_engine
 from lora_worker.settings import Settings
 
-RESULT_BACKEND = "lora_worker.fleet.full_redis:ResultBackend"
+RESULT_BACKEND = "lora_worker.fleet.transport.full_redis:ResultBackend"
 
 
 def make_app(settings: Settings, *, make_engine: MakeEngine = start_engine) -> Celery:

@@ -6,7 +6,7 @@ from typing import Any
 
 from celery import shared_task
 
-from lora_worker.fleet.results import finished_answer
+from lora_worker.fleet.pool.results import finished_answer
 from lora_worker.fleet.task import EngineTask
 from lora_worker.messages import GENERATE
 

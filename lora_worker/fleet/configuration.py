@@ -7,7 +7,7 @@ from typing import Any
 from lora_worker.fleet.keys import PRIORITY_STEPS
 from lora_worker.settings import Settings
 
-POOL = "lora_worker.fleet.engine_pool:EnginePool"
+POOL = "lora_worker.fleet.pool.engine_pool:EnginePool"
 
 
 def connection_options() -> dict[str, Any]:

@@ -11,18 +11,18 @@ from kombu.transport import TRANSPORT_ALIASES
 from redis.exceptions import RedisError
 
 from lora_worker.errors import LoraWorkerError, SettingsError
-from lora_worker.fleet.claim_transport import check_contract
 from lora_worker.fleet.configuration import POOL
-from lora_worker.fleet.member import FleetMember, set_member
+from lora_worker.fleet.membership.member import FleetMember, set_member
+from lora_worker.fleet.pool.results import run_seconds
 from lora_worker.fleet.privacy import hide_from_logs
-from lora_worker.fleet.results import run_seconds
+from lora_worker.fleet.transport.atomic import check_contract
 from lora_worker.settings import Settings
 
 TRANSPORTS = {
-    "atomic": "lora_worker.fleet.claim_transport:Transport",
-    "stock": "lora_worker.fleet.transport:Transport",
+    "atomic": "lora_worker.fleet.transport.atomic:Transport",
+    "stock": "lora_worker.fleet.transport.stock:Transport",
 }
-OWN_FIRST = "lora_worker.fleet.transport:OwnFirst"
+OWN_FIRST = "lora_worker.fleet.transport.stock:OwnFirst"
 # Tasks with an ETA raise Celery's prefetch count, up to so many beyond what the worker claims.
 MOST_ETA_TASKS = 1000
 

@@ -12,9 +12,9 @@ from pydantic import ConfigDict, ValidationError, validate_call
 from redis.exceptions import RedisError
 
 from lora_worker.errors import AdapterError, EngineStoppedError, InvalidRequestError, LoraWorkerError
-from lora_worker.fleet.engine_pool import current_registry
-from lora_worker.fleet.registry import FleetRegistry
-from lora_worker.fleet.task_row import REDIS_ERRORS
+from lora_worker.fleet.pool.engine_pool import current_registry
+from lora_worker.fleet.pool.task_row import REDIS_ERRORS
+from lora_worker.fleet.registry.registry import FleetRegistry
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class LoraTask(Task):
 
     # Errors that a request or an adapter causes are logged as one line, without a traceback.
     throws = (LoraWorkerError, SoftTimeLimitExceeded, TimeLimitExceeded)
-    Request = "lora_worker.fleet.request:FleetRequest"
+    Request = "lora_worker.fleet.pool.request:FleetRequest"
     # Whether the engine runs it, or a thread of the pool.
     runs_in_engine = False
 

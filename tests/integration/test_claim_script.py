@@ -12,8 +12,8 @@ from redis import Redis
 from redis.exceptions import OutOfMemoryError
 
 from lora_worker.embedded import EmbeddedServer
-from lora_worker.fleet.claimer import ClaimedMessage, Claimer, PreparedClaim
-from lora_worker.fleet.claims import Limits, Load
+from lora_worker.fleet.claiming.claimer import ClaimedMessage, Claimer, PreparedClaim
+from lora_worker.fleet.claiming.claims import Limits, Load
 from lora_worker.fleet.connection import script
 from lora_worker.fleet.keys import Keys, list_of, lists_of
 from lora_worker.fleet.members import Member, Members

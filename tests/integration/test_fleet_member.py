@@ -14,7 +14,7 @@ from lora_worker.embedded import EmbeddedServer
 from lora_worker.errors import SettingsError
 from lora_worker.fleet.connection import check_server
 from lora_worker.fleet.keys import list_of
-from lora_worker.fleet.member import FleetMember
+from lora_worker.fleet.membership.member import FleetMember
 from lora_worker.settings import Settings
 
 LEASE_SECONDS = 1.0

@@ -18,8 +18,8 @@ from lora_worker import errors
 from lora_worker.embedded import EmbeddedServer
 from lora_worker.fleet.connection import connect
 from lora_worker.fleet.keys import Keys
-from lora_worker.fleet.registry import FleetRegistry
-from lora_worker.fleet.registry_store import RegistryStore
+from lora_worker.fleet.registry.registry import FleetRegistry
+from lora_worker.fleet.registry.store import RegistryStore
 from lora_worker.settings import Settings
 from lora_worker.testing.adapters import digest_of
 from lora_worker.testing.engine import PacedEngine

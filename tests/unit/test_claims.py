@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_worker.fleet.claims import ANNOUNCE_SECONDS, MOST_CLAIMED, PATIENCE_SECONDS, Claims, Limits, Load
+from lora_worker.fleet.claiming.claims import ANNOUNCE_SECONDS, MOST_CLAIMED, PATIENCE_SECONDS, Claims, Limits, Load
 
 IDLE = Load(in_hand=0, rows=0, has_unstarted=False, unsettled=0, is_paused=False)
 

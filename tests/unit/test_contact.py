@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_worker.fleet.lease import Contact
+from lora_worker.fleet.membership.lease import Contact
 
 LEASE = 15.0
 PEER = frozenset({"peer"})

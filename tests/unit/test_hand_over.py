@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_worker.fleet.hand_over import STALE_SECONDS, Candidate, choose
+from lora_worker.fleet.claiming.hand_over import STALE_SECONDS, Candidate, choose
 
 
 def rows(*adapters: str, priority: int = 0, waited_seconds: float = 0.0) -> list[Candidate]:

@@ -7,7 +7,7 @@ import pytest
 from lora_worker.adapters.reference import AdapterReference, LoadReport
 from lora_worker.adapters.room import PinRoom
 from lora_worker.errors import AdapterConflictError
-from lora_worker.fleet.pins import check_pin, pinned_here
+from lora_worker.fleet.registry.pins import check_pin, pinned_here
 
 
 def reference(name: str, *, pinned: bool = True, digest: str | None = None) -> AdapterReference:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from lora_worker.fleet.claims import Claims, Limits, Load
-from lora_worker.fleet.forwarding import Forwarder, Target, task_and_model
+from lora_worker.fleet.claiming.claims import Claims, Limits, Load
+from lora_worker.fleet.claiming.forwarding import Forwarder, Target, task_and_model
 from lora_worker.fleet.keys import PRIORITY_STEPS, Keys, list_of
 from lora_worker.fleet.members import Members
 

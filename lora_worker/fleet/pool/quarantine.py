@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from lora_worker.fleet.task_row import TaskRow
+from lora_worker.fleet.pool.task_row import TaskRow
 
 
 class Quarantine:

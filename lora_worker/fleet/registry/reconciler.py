@@ -18,9 +18,9 @@ from redis.exceptions import RedisError
 from lora_worker.adapters.reference import AdapterReference
 from lora_worker.adapters.room import PinRoom
 from lora_worker.errors import EngineStoppedError
-from lora_worker.fleet.leaving import Leaving, Row
-from lora_worker.fleet.pins import pinned_here
-from lora_worker.fleet.registry_store import Changes, Entries, RegistryStore
+from lora_worker.fleet.registry.leaving import Leaving, Row
+from lora_worker.fleet.registry.pins import pinned_here
+from lora_worker.fleet.registry.store import Changes, Entries, RegistryStore
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from lora_worker.adapters.registry import unknown_adapter
 from lora_worker.adapters.room import PinRoom
 from lora_worker.adapters.source import portable_path
 from lora_worker.errors import AdapterConflictError, AdapterTimeoutError, EngineStoppedError
-from lora_worker.fleet import decisions
-from lora_worker.fleet.leaving import Row
-from lora_worker.fleet.pins import check_pin
-from lora_worker.fleet.reconciler import Reconciler, Registered
-from lora_worker.fleet.registry_report import has_let_go, status_of, worker_name_of
-from lora_worker.fleet.registry_store import Decision, Entries, RegistryStore
+from lora_worker.fleet.registry import decisions
+from lora_worker.fleet.registry.leaving import Row
+from lora_worker.fleet.registry.pins import check_pin
+from lora_worker.fleet.registry.reconciler import Reconciler, Registered
+from lora_worker.fleet.registry.report import has_let_go, status_of, worker_name_of
+from lora_worker.fleet.registry.store import Decision, Entries, RegistryStore
 from lora_worker.settings import Settings
 
 logger = logging.getLogger(__name__)

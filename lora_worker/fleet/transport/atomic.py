@@ -21,12 +21,12 @@ from kombu.utils.json import loads
 from redis.exceptions import RedisError
 
 from lora_worker.errors import SettingsError
-from lora_worker.fleet import transport
-from lora_worker.fleet.claimer import ClaimedMessage, Claimer, PreparedClaim
-from lora_worker.fleet.claims import POLL_SECONDS
+from lora_worker.fleet.claiming.claimer import ClaimedMessage, Claimer, PreparedClaim
+from lora_worker.fleet.claiming.claims import POLL_SECONDS
 from lora_worker.fleet.connection import script
-from lora_worker.fleet.generate_message import PROMOTED
-from lora_worker.fleet.transport import member, priority_of
+from lora_worker.fleet.pool.generate_message import PROMOTED
+from lora_worker.fleet.transport import stock
+from lora_worker.fleet.transport.stock import member, priority_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _broken(what: str) -> SettingsError:
     )
 
 
-class QoS(transport.QoS):
+class QoS(stock.QoS):
     """Credit is counted by the claim, and management tasks are claimed beyond it."""
 
     def can_consume(self) -> bool:
@@ -84,7 +84,7 @@ class QoS(transport.QoS):
             super().append(message, delivery_tag)
 
 
-class Channel(transport.Channel):
+class Channel(stock.Channel):
     """A channel that claims while Celery's loop runs it; a synchronous consumer gets kombu's own behaviour."""
 
     QoS = QoS
@@ -191,7 +191,7 @@ class Channel(transport.Channel):
             self._swept_at = now - SWEEP_SECONDS + 1
 
 
-class Transport(transport.Transport):
+class Transport(stock.Transport):
     """The worker's transport with `transport = "atomic"`."""
 
     Channel = Channel

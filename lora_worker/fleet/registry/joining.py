@@ -8,11 +8,11 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from lora_worker.fleet.connection import connect
-from lora_worker.fleet.leaving import Row
-from lora_worker.fleet.member import FleetMember
-from lora_worker.fleet.reconciler import Registered
-from lora_worker.fleet.registry import FleetRegistry
-from lora_worker.fleet.registry_store import RegistryStore
+from lora_worker.fleet.membership.member import FleetMember
+from lora_worker.fleet.registry.leaving import Row
+from lora_worker.fleet.registry.reconciler import Registered
+from lora_worker.fleet.registry.registry import FleetRegistry
+from lora_worker.fleet.registry.store import RegistryStore
 from lora_worker.fleet.revocations import Revocations, listen
 
 TIMEOUT_SECONDS = 5.0

@@ -18,8 +18,8 @@ from lora_worker.client import Client
 from lora_worker.embedded import EmbeddedServer
 from lora_worker.errors import SettingsError
 from lora_worker.fleet.backlog import read_backlog
-from lora_worker.fleet.claim_transport import check_contract
 from lora_worker.fleet.keys import Keys, list_of
+from lora_worker.fleet.transport.atomic import check_contract
 
 SECONDS = 60
 PREFIX = "transport"

@@ -11,14 +11,14 @@ from uuid import uuid4
 from redis.exceptions import RedisError
 
 from lora_worker.errors import SettingsError
-from lora_worker.fleet.claimer import Claimer
+from lora_worker.fleet.claiming.claimer import Claimer
 from lora_worker.fleet.connection import check_server, connect, tags_under
 from lora_worker.fleet.keys import Keys
-from lora_worker.fleet.lease import Beat, Lease
 from lora_worker.fleet.members import Member, Members
+from lora_worker.fleet.membership.lease import Beat, Lease
+from lora_worker.fleet.membership.steward import Steward
+from lora_worker.fleet.membership.unacknowledged import Unacknowledged
 from lora_worker.fleet.routing import node_of
-from lora_worker.fleet.steward import Steward
-from lora_worker.fleet.unacknowledged import Unacknowledged
 from lora_worker.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lora_worker.adapters.reference import AdapterReference
 from lora_worker.errors import AdapterConflictError
-from lora_worker.fleet.registry_store import Decision, Entries
+from lora_worker.fleet.registry.store import Decision, Entries
 
 
 def load(entries: Entries, reference: AdapterReference, *, replace_content: bool) -> Decision:

@@ -6,7 +6,7 @@ from typing import Any
 
 from celery.worker import state
 
-from lora_worker.fleet.member import current_member
+from lora_worker.fleet.membership.member import current_member
 from lora_worker.fleet.privacy import PrivateRequest
 
 

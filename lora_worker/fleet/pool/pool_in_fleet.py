@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from redis.exceptions import RedisError
 
 from lora_worker.errors import PoisonedRequestError, raiser
-from lora_worker.fleet.claimer import Claimer
-from lora_worker.fleet.claims import Load
-from lora_worker.fleet.hand_over import Candidate, choose
+from lora_worker.fleet.claiming.claimer import Claimer
+from lora_worker.fleet.claiming.claims import Load
+from lora_worker.fleet.claiming.hand_over import Candidate, choose
 from lora_worker.fleet.keys import list_of
-from lora_worker.fleet.member import FleetMember
-from lora_worker.fleet.quarantine import Quarantine
-from lora_worker.fleet.task_row import TaskRow
+from lora_worker.fleet.membership.member import FleetMember
+from lora_worker.fleet.pool.quarantine import Quarantine
+from lora_worker.fleet.pool.task_row import TaskRow
 
 if TYPE_CHECKING:
     from lora_worker.engine import Engine

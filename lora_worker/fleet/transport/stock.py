@@ -3,7 +3,7 @@
 kombu gives back what is unacknowledged when a connection breaks, though its rows go on, and what it can't give back
 waits for a visibility timeout. Here acknowledgements go through the worker's ledger, whose key in Redis peers know, and
 a broken connection gives back only what nothing here works on (tasks with an ETA). Claims are kombu's own (BRPOP): a
-process that dies between the pop and the record loses that one message, hence `claim_transport`.
+process that dies between the pop and the record loses that one message, hence `atomic`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from kombu.transport import redis, virtual
 from kombu.utils.json import dumps
 
-from lora_worker.fleet.full_redis import BindingChannel
-from lora_worker.fleet.generate_message import DEATHS, RESTORED
 from lora_worker.fleet.keys import list_of
-from lora_worker.fleet.member import FleetMember, current_member
+from lora_worker.fleet.membership.member import FleetMember, current_member
+from lora_worker.fleet.pool.generate_message import DEATHS, RESTORED
+from lora_worker.fleet.transport.full_redis import BindingChannel
 
 # Which queue a message came from, on its way from the transport to the ledger.
 QUEUE = "lora_queue"

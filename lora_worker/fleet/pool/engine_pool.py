@@ -17,14 +17,14 @@ from celery.concurrency.base import BasePool, apply_target
 from celery.worker import state
 
 from lora_worker.errors import EngineStoppedError, LoraWorkerError
-from lora_worker.fleet.daemons import DaemonThreads
-from lora_worker.fleet.generate_message import read_message
-from lora_worker.fleet.member import current_member
-from lora_worker.fleet.pool_in_fleet import PoolInFleet
-from lora_worker.fleet.registry import FleetRegistry
-from lora_worker.fleet.registry_in_fleet import join_registry
-from lora_worker.fleet.request import FleetRequest
-from lora_worker.fleet.task_row import TaskRow
+from lora_worker.fleet.membership.member import current_member
+from lora_worker.fleet.pool.daemons import DaemonThreads
+from lora_worker.fleet.pool.generate_message import read_message
+from lora_worker.fleet.pool.pool_in_fleet import PoolInFleet
+from lora_worker.fleet.pool.request import FleetRequest
+from lora_worker.fleet.pool.task_row import TaskRow
+from lora_worker.fleet.registry.joining import join_registry
+from lora_worker.fleet.registry.registry import FleetRegistry
 from lora_worker.settings import Settings
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from lora_worker.fleet.request import FleetRequest
+    from lora_worker.fleet.pool.request import FleetRequest
 
 # What the transport puts into a message's headers: how often it was restored, how often its row was running when its
 # worker died, and whether it came before others as the share of the lowest priority.

@@ -15,13 +15,13 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from lora_worker.fleet.generate_message import GenerateMessage
-from lora_worker.fleet.results import finished, result_of
+from lora_worker.fleet.pool.generate_message import GenerateMessage
+from lora_worker.fleet.pool.results import finished, result_of
 
 if TYPE_CHECKING:
     from lora_worker.engine import Engine
     from lora_worker.engine.engine import Outcome
-    from lora_worker.fleet.request import FleetRequest
+    from lora_worker.fleet.pool.request import FleetRequest
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Which messages a worker takes, how many, and where others of them go."""

@@ -1,0 +1,1 @@
+"""Celery's pool in front of the engine, and a task's way through it."""

@@ -1,0 +1,1 @@
+"""The two transports: kombu's for Redis with leases, and one that claims atomically."""
