@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from lora_worker.adapters.reference import AdapterState
 from lora_worker.engine.blocks import BlockManager
+from lora_worker.engine.draining import Spared
 from lora_worker.engine.scheduler import Scheduler
 from lora_worker.engine.sequence import SamplingParams, Sequence
 
@@ -64,7 +65,6 @@ class CountingPool:
         self.slots = slots
         self.loads = 0
         self.held: OrderedDict[str, int] = OrderedDict()
-        self.is_wanted: Callable[[str], bool] = lambda _: False
 
     def state(self, name: str) -> AdapterState:
         return AdapterState.RESIDENT if name in self.held else AdapterState.CACHED
@@ -75,11 +75,14 @@ class CountingPool:
     def pages(self, _: str) -> int:
         return 1
 
-    def room(self, *, wanted_may_go: bool, drained: Collection[str] = ()) -> int:
-        idle = [n for n, h in self.held.items() if (not h or n in drained) and (wanted_may_go or not self.is_wanted(n))]
+    def names_of(self, digest: str) -> list[str]:
+        return [digest]
+
+    def room(self, spared: Spared, drained: Collection[str] = ()) -> int:
+        idle = [name for name, held in self.held.items() if (not held or name in drained) and not spared(name)]
         return self.slots - len(self.held) + len(idle)
 
-    def fetch(self, name: str) -> None:
+    def fetch(self, name: str, *, is_urgent: bool) -> None:  # noqa: ARG002 - the protocol's signature
         raise AssertionError(f"{name} is cached")
 
     def is_pinned(self, _: str) -> bool:
@@ -88,12 +91,11 @@ class CountingPool:
     def pinned_without_slot(self) -> list[str]:
         return []
 
-    def hold(self, name: str, *, spares_wanted: bool) -> bool:
+    def hold(self, name: str, spared: Spared) -> bool:
         """Start a row, evicting the least recently used adapter that may go, where one must."""
         if name not in self.held:
             if len(self.held) == self.slots:
-                idle = (n for n, h in self.held.items() if not h and not (spares_wanted and self.is_wanted(n)))
-                victim = next(idle, None)
+                victim = next((other for other, held in self.held.items() if not held and not spared(other)), None)
                 if victim is None:
                     return False
                 del self.held[victim]
@@ -109,13 +111,12 @@ def simulate(requests: list[Request], *, max_wait_seconds: float = 1e9) -> Simul
     scheduler = Scheduler(
         BlockManager(ROWS * 8, 16),
         pool,
-        start=lambda row, spares: pool.hold(row.adapter_name or "", spares_wanted=spares),
+        start=lambda row, spared: pool.hold(row.adapter_name or "", spared),
         stop=lambda _: None,
         max_running=ROWS,
         max_prefill_tokens=512,
         max_wait_seconds=max_wait_seconds,
     )
-    pool.is_wanted = scheduler.waiting.has
     coming = iter(requests)
     claimed: dict[str, int] = {}
     steps = used = worst = 0

@@ -19,6 +19,10 @@ from lora_worker.kernels.pages import pages_for
 from lora_worker.lora.layer import Place
 
 
+def _nobody(_: str) -> bool:
+    return False
+
+
 class Tiers(NamedTuple):
     """Where adapters are, and what counts them."""
 
@@ -143,26 +147,35 @@ class AdapterManager:
         reference = self.registry.find(name)
         return pages_for(reference.rank) if reference else 0
 
-    def room(self, *, wanted_may_go: bool, drained: Collection[str] = ()) -> int:
-        return self.pool.room(_spares_none if wanted_may_go else self._spares_wanted, drained)
+    def names_of(self, digest: str) -> Collection[str]:
+        return self.registry.names_of(digest)
 
-    def fetch(self, name: str) -> None:
-        """Have an adapter read into host memory, unless it is there or would drive out what comes before it."""
+    def room(self, spared: Callable[[str], bool], drained: Collection[str] = ()) -> int:
+        return self.pool.room(self._by_digest(spared), drained)
+
+    def fetch(self, name: str, *, is_urgent: bool = False) -> None:
+        """Have an adapter read into host memory, unless it is there.
+
+        Unless it is urgent, nor where it would drive out what comes before it.
+        """
         reference = self.registry.find(name)
         if reference is None or reference.digest in self.cache or reference.digest in self.pool:
             return
-        has_room = self.cache.has_room(reference.nbytes, self._spares_wanted) or not self._readers.reading
+        has_room = is_urgent or self.cache.has_room(reference.nbytes, self._spares_wanted) or not self._readers.reading
         if has_room and self._readers.can_start(reference.digest):
             self._readers.start(reference)
 
-    def prepare(self, reference: AdapterReference, *, wanted_may_go: bool = False) -> bool:
-        """Bring the adapter into a slot, if it is in host memory and there is room; returns whether rows can use it."""
+    def prepare(self, reference: AdapterReference, spared: Callable[[str], bool] = _nobody) -> bool:
+        """Bring the adapter into a slot, if it is in host memory and there is room; returns whether rows can use it.
+
+        No adapter leaves its slot for it whose name is `spared`.
+        """
         if reference.digest not in self.pool:
             adapter = self.cache.get(reference.digest)
             if adapter is None:
                 self.fetch(reference.name)
                 return False
-            if not self.pool.load(adapter, _spares_none if wanted_may_go else self._spares_wanted):
+            if not self.pool.load(adapter, self._by_digest(spared)):
                 return False
         return self.pool.is_ready(reference.digest)
 
@@ -170,7 +183,7 @@ class AdapterManager:
         """Bring pinned adapters into their slots, before any row asks; returns whether all are there."""
         waiting = [r for r in self.registry.pinned() if not self.pool.is_ready(r.digest)]
         # Each of them is prepared, also where an earlier one is not ready.
-        found = [self.prepare(reference, wanted_may_go=True) for reference in waiting]
+        found = [self.prepare(reference) for reference in waiting]
         return all(found)
 
     def is_pinned(self, name: str) -> bool:
@@ -209,8 +222,11 @@ class AdapterManager:
         if reason is not None:
             raise AdapterConflictError(f"pinning {name!r} {reason}")
 
+    def _by_digest(self, spared: Callable[[str], bool]) -> Callable[[str], bool]:
+        return lambda digest: any(map(spared, self.registry.names_of(digest)))
+
     def _spares_wanted(self, digest: str) -> bool:
-        return any(map(self._is_wanted, self.registry.names_of(digest)))
+        return self._by_digest(self._is_wanted)(digest)
 
     def _forget_if_unused(self, digest: str) -> None:
         if self.registry.names_of(digest):
@@ -230,7 +246,3 @@ class AdapterManager:
         if names:
             self.read_errors[digest] = str(error)
         self._on_read_failed(names, error)
-
-
-def _spares_none(_: str) -> bool:
-    return False

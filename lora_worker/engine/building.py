@@ -79,14 +79,14 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
         ),
         pin_room=PinRoom.of(settings),
         post=post,
-        is_wanted=lambda name: scheduler.waiting.has(name),
+        is_wanted=lambda name: scheduler.waiting.wants(name),
         on_read_failed=lambda names, error: core.fail_waiting(names, error),
         locate=lambda reference: locate(reference, settings.adapter_roots, allow_hub=settings.allow_hub),
     )
     scheduler = Scheduler(
         blocks,
         adapters,
-        start=lambda sequence, spares_wanted: core.start(sequence, spares_wanted),
+        start=lambda sequence, spared: core.start(sequence, spared),
         stop=lambda sequence: core.stop(sequence),
         max_running=settings.running_limit(model.device.type),
         max_prefill_tokens=settings.prefill_limit(model.device.type),

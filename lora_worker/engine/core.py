@@ -9,6 +9,7 @@ from itertools import chain
 
 from lora_worker.adapters.manager import AdapterManager
 from lora_worker.adapters.registry import unloaded_adapter
+from lora_worker.engine.draining import Spared
 from lora_worker.engine.model_runner import ModelRunner
 from lora_worker.engine.sampler import Sampler
 from lora_worker.engine.scheduler import Scheduler
@@ -132,10 +133,10 @@ class EngineCore:
         self.steps += 1
         return True
 
-    def start(self, sequence: Sequence, spares_wanted: bool) -> bool:  # noqa: FBT001 - the scheduler's `Start`
+    def start(self, sequence: Sequence, spared: Spared) -> bool:
         """Start a row if its adapter is or can be brought in a slot. What goes wrong here fails this row alone."""
         try:
-            return self._try_to_start(sequence, wanted_may_go=not spares_wanted)
+            return self._try_to_start(sequence, spared)
         except AdapterError as error:
             self.fail(sequence, error)
         except Exception as error:
@@ -148,10 +149,10 @@ class EngineCore:
         assert sequence.adapter is not None
         self.adapters.release(sequence.adapter.digest)
 
-    def _try_to_start(self, sequence: Sequence, *, wanted_may_go: bool) -> bool:
+    def _try_to_start(self, sequence: Sequence, spared: Spared) -> bool:
         reference = self.adapters.registry.get(sequence.adapter_name) if sequence.adapter_name else None
         was_resident = reference is not None and reference.digest in self.adapters.pool
-        if reference is not None and not self.adapters.prepare(reference, wanted_may_go=wanted_may_go):
+        if reference is not None and not self.adapters.prepare(reference, spared):
             return False
         if sequence.may_start is not None and not sequence.may_start():
             self.fail(sequence, RequestWithdrawnError(f"the request {sequence.request_id} was withdrawn in time"))
@@ -183,7 +184,7 @@ class EngineCore:
         for sequence in self._joining:
             if not sequence.is_finished:
                 self._rows[sequence.request_id].append(sequence)
-                self.scheduler.add_started(sequence)
+                self.scheduler.add(sequence)
         self._joining = []
 
     def check_integrity(self) -> None:
@@ -193,7 +194,7 @@ class EngineCore:
         scheduled = {(s.request_id, s.index) for s in self.scheduler.rows()}
         known = {(s.request_id, s.index) for s in self.rows}
         assert scheduled == known, f"rows lost: {scheduled ^ known}"
-        names = {sequence.adapter_name for sequence in self.scheduler.waiting if sequence.adapter_name is not None}
+        names = {s.adapter_name for s in self.scheduler.waiting if s.adapter_name is not None and s.started_at is None}
         unknown = [name for name in names if name not in self.adapters.registry]
         assert not unknown, f"rows wait for adapters that nobody knows: {unknown}"
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from lora_worker.engine.admission import Adapters, Admission
 from lora_worker.engine.blocks import BlockManager
+from lora_worker.engine.draining import Spared
 from lora_worker.engine.sequence import Sequence
 from lora_worker.engine.waiting import WaitingRows
 
@@ -39,8 +40,8 @@ class Step(NamedTuple):
 
 
 # Starts a row, with its adapter in a slot and held; False where it can't start, or has ended instead. The second
-# argument says whether a load must leave those adapters in their slots for which rows wait.
-Start = Callable[[Sequence, bool], bool]
+# argument says what must stay in its slot.
+Start = Callable[[Sequence, Spared], bool]
 
 
 class Scheduler:
@@ -70,7 +71,7 @@ class Scheduler:
         self.admission = Admission(
             self.waiting,
             adapters,
-            started=lambda: self.running + self.paused,
+            started=lambda: self._started,
             max_running=max_running,
             max_wait_seconds=max_wait_seconds,
         )
@@ -81,26 +82,18 @@ class Scheduler:
         self._max_prefill_tokens = max_prefill_tokens
 
     def add(self, sequence: Sequence) -> None:
+        """A row that waits; where its request has started by another of its rows, it holds its adapter already."""
         self.waiting.add(sequence)
-
-    def add_started(self, sequence: Sequence) -> None:
-        """A row that holds its adapter already, and goes on when there is room."""
-        bisect.insort(self.paused, sequence, key=lambda row: row.queue_order)
 
     def admit(self) -> None:
         """Move rows from waiting to running as long as rows, blocks and slots allow."""
         while self.paused and self._has_row and self._has_blocks(self.paused[0]):
             self.running.append(self.paused.pop(0))
-        if self.paused or not self.waiting:
+        if not self.waiting:
             return
         self.admission.begin(self._max_running - len(self.running))
-        while self._has_row and (sequence := self.admission.choose()) is not None and self._has_blocks(sequence):
-            if self._start(sequence, self.admission.spares_wanted(sequence.adapter_name)):
-                self.waiting.remove(sequence)
-                self.running.append(sequence)
-                self.admission.note_started(sequence)
-            elif not sequence.is_finished:
-                self.admission.pass_over(sequence.adapter_name)
+        if not self.paused:
+            self._start_rows()
         self.admission.fetch_ahead()
 
     def schedule(self) -> Step:
@@ -135,7 +128,6 @@ class Scheduler:
         self.blocks.check_integrity([block for sequence in self.running for block in sequence.blocks])
         self.waiting.check_integrity()
         assert all(not row.blocks for row in (*self.waiting, *self.paused)), "a row that does not run holds blocks"
-        assert all(row.started_at is None and row.adapter is None for row in self.waiting), "a waiting row has started"
         assert len(self.running) <= self._max_running, f"{len(self.running)} rows run"
 
     def rows(self) -> list[Sequence]:
@@ -143,8 +135,20 @@ class Scheduler:
 
     def held(self) -> dict[str, int]:
         """Rows that have started, by their adapter's digest; a paused row goes on holding its adapter."""
-        rows = self.running + self.paused
-        return dict(Counter(sequence.adapter.digest for sequence in rows if sequence.adapter is not None))
+        return dict(Counter(row.adapter.digest for row in self._started if row.adapter is not None))
+
+    def _start_rows(self) -> None:
+        while self._has_row and (sequence := self.admission.choose()) is not None and self._has_blocks(sequence):
+            if sequence.started_at is not None or self._start(sequence, self.admission.spared(sequence)):
+                self.waiting.remove(sequence)
+                self.running.append(sequence)
+                self.admission.note_started(sequence)
+            elif not sequence.is_finished:
+                self.admission.pass_over(sequence.adapter_name)
+
+    @property
+    def _started(self) -> list[Sequence]:
+        return self.running + self.paused + self.waiting.joining
 
     @property
     def _has_row(self) -> bool:
@@ -173,7 +177,7 @@ class Scheduler:
         self._free_blocks(sequence)
         sequence.computed = 0
         self.preemptions += 1
-        self.add_started(sequence)
+        bisect.insort(self.paused, sequence, key=lambda row: row.queue_order)
 
     def _free_blocks(self, sequence: Sequence) -> None:
         self.blocks.give_back(sequence.blocks)

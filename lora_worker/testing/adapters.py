@@ -47,7 +47,6 @@ class PacedAdapters:
 
     def __init__(self, settings: Settings, load_seconds: float) -> None:
         self.registry = AdapterRegistry(settings.base_name)
-        self.is_wanted: Callable[[str], bool] = lambda _: False
         self.counts = {"hits": 0, "loads": 0, "evictions": 0}
         self._settings = settings
         self._load_seconds = load_seconds
@@ -84,11 +83,14 @@ class PacedAdapters:
     def pages(self, _: str) -> int:
         return 1
 
-    def room(self, *, wanted_may_go: bool, drained: Collection[str] = ()) -> int:
-        idle = self._evictable(wanted_may_go=wanted_may_go, drained=drained)
+    def room(self, spared: Callable[[str], bool], drained: Collection[str] = ()) -> int:
+        idle = self._evictable(spared, drained)
         return self.slots - len(self._ready_at) + len(list(idle))
 
-    def fetch(self, name: str) -> None:
+    def names_of(self, digest: str) -> Collection[str]:
+        return self.registry.names_of(digest)
+
+    def fetch(self, name: str, *, is_urgent: bool) -> None:  # noqa: ARG002 - the protocol's signature
         raise AssertionError(f"{name} is never away")
 
     def is_pinned(self, name: str) -> bool:
@@ -99,14 +101,14 @@ class PacedAdapters:
 
     # ---------------------------------------------------------------------------------------------
 
-    def prepare(self, reference: AdapterReference, *, wanted_may_go: bool) -> float | None:
+    def prepare(self, reference: AdapterReference, spared: Callable[[str], bool]) -> float | None:
         """When the adapter is in a slot, on the monotonic clock; None where nothing may leave for it.
 
         InvalidAdapterError where the folder no longer holds what was registered.
         """
         digest = reference.digest
         if digest not in self._ready_at:
-            if not self._make_room(wanted_may_go=wanted_may_go):
+            if not self._make_room(spared):
                 return None
             self._check_files(reference)
             self.counts["loads"] += 1
@@ -167,18 +169,18 @@ class PacedAdapters:
             self._errors[digest] = str(error)
             raise
 
-    def _evictable(self, *, wanted_may_go: bool, drained: Collection[str] = ()) -> Iterator[str]:
+    def _evictable(self, spared: Callable[[str], bool], drained: Collection[str] = ()) -> Iterator[str]:
         """Digests that may leave their slots, in the order of the policy."""
         for digest in self._policy:
             is_held = self._held[digest] and digest not in drained
-            is_wanted = not wanted_may_go and any(map(self.is_wanted, self.registry.names_of(digest)))
-            if not (is_held or is_wanted or self.registry.is_pinned(digest)):
+            is_spared = any(map(spared, self.registry.names_of(digest)))
+            if not (is_held or is_spared or self.registry.is_pinned(digest)):
                 yield digest
 
-    def _make_room(self, *, wanted_may_go: bool) -> bool:
+    def _make_room(self, spared: Callable[[str], bool]) -> bool:
         if len(self._ready_at) < self.slots:
             return True
-        victim = next(self._evictable(wanted_may_go=wanted_may_go), None)
+        victim = next(self._evictable(spared), None)
         if victim is None:
             return False
         self._remove(victim)

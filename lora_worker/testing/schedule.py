@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from lora_worker.engine.blocks import BlockManager
+from lora_worker.engine.draining import Spared
 from lora_worker.engine.scheduler import Scheduler
 from lora_worker.errors import (
     EngineStoppedError,
@@ -40,13 +41,12 @@ class RowSchedule:
             # A block a row, and the one for each that must be left: the cache is never what is short.
             BlockManager(2 * max_running, 1),
             adapters,
-            start=lambda row, spares_wanted: self._start(self.rows[row.request_id], spares_wanted),
+            start=lambda row, spared: self._start(self.rows[row.request_id], spared),
             stop=lambda row: adapters.release(row.adapter.digest) if row.adapter else None,
             max_running=max_running,
             max_prefill_tokens=1,
             max_wait_seconds=max_wait_seconds,
         )
-        adapters.is_wanted = self._scheduler.waiting.has
         self._tokens_per_second = tokens_per_second
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="paced-engine", daemon=True)
@@ -111,13 +111,13 @@ class RowSchedule:
             self.generated_tokens += row.max_tokens
             row.done(row.answer)
 
-    def _start(self, row: Row, spares_wanted: bool) -> bool:  # noqa: FBT001 - the scheduler's `Start`
+    def _start(self, row: Row, spared: Spared) -> bool:
         """As the real engine's. A row whose adapter is being loaded takes its place, and waits there."""
         ready_at = now = time.monotonic()
         if row.adapter_name is not None:
             reference = self._adapters.registry.get(row.adapter_name)
             try:
-                loaded_at = self._adapters.prepare(reference, wanted_may_go=not spares_wanted)
+                loaded_at = self._adapters.prepare(reference, spared)
             except LoraWorkerError as error:
                 self._fail_row(row, error)
                 return False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from lora_worker.adapters.reference import AdapterReference, AdapterState, LoadReport
 from lora_worker.engine.blocks import BlockManager
+from lora_worker.engine.draining import Spared
 from lora_worker.engine.scheduler import Scheduler
 from lora_worker.engine.sequence import SamplingParams, Sequence
 
@@ -19,44 +20,50 @@ class Slots:
         self.slots = slots
         self.total_pages = pages or slots
         self.sizes: dict[str, int] = {}
+        self.aliases: dict[str, str] = {}  # other names of a content, which is called by one of its names
         self.away: set[str] = set()
         self.pinned_waiting: list[str] = []
         self.held: dict[str, int] = {}
+        self.pinned: set[str] = set()
         self.fetched: list[str] = []
+        self.urgent: list[str] = []
         self.loaded: list[str] = []
         self.evicted: list[str] = []
-        self.is_wanted: Callable[[str], bool] = lambda _: False
 
     def state(self, name: str) -> AdapterState:
-        if name in self.held:
+        if self._content(name) in self.held:
             return AdapterState.RESIDENT
         return AdapterState.AWAY if name in self.away else AdapterState.CACHED
 
     def residents(self) -> list[str]:
-        return list(self.held)
+        return [name for content in self.held for name in self.names_of(content)]
 
     def pages(self, name: str) -> int:
         return self.sizes.get(name, 1)
 
-    def room(self, *, wanted_may_go: bool, drained: Collection[str] = ()) -> int:
-        going = self._going(wanted_may_go=wanted_may_go, drained=drained)
+    def names_of(self, digest: str) -> list[str]:
+        return [digest, *(name for name, content in self.aliases.items() if content == digest)]
+
+    def room(self, spared: Spared, drained: Collection[str] = ()) -> int:
+        going = self._going(spared, drained)
         if len(self.held) == self.slots and not going:
             return 0
         return self.total_pages - sum(map(self.pages, self.held)) + sum(map(self.pages, going))
 
-    def fetch(self, name: str) -> None:
+    def fetch(self, name: str, *, is_urgent: bool) -> None:
         self.fetched.append(name)
+        self.urgent += [name] * is_urgent
 
-    def is_pinned(self, _: str) -> bool:
-        return False
+    def is_pinned(self, name: str) -> bool:
+        return name in self.pinned
 
     def pinned_without_slot(self) -> list[str]:
         return self.pinned_waiting
 
-    def start(self, row: Sequence, spares_wanted: bool) -> bool:  # noqa: FBT001 - the scheduler's `Start`
-        name = row.adapter_name
+    def start(self, row: Sequence, spared: Spared) -> bool:
+        name = self._content(row.adapter_name) if row.adapter_name is not None else None
         if name is not None and name not in self.held:
-            going = self._going(wanted_may_go=not spares_wanted)
+            going = self._going(spared)
             while not self._fits(name):
                 if not going:
                     return False
@@ -73,18 +80,30 @@ class Slots:
         row.started_at = 0.0
         return True
 
+    def prepare_pinned(self) -> None:
+        """As the engine does at the beginning of a step."""
+        for name in [name for name in self.pinned_waiting if self.room(lambda _: False) >= self.pages(name)]:
+            for victim in self._going(lambda _: False):
+                if not self._fits(name):
+                    del self.held[victim]
+            self.held[name] = 0
+            self.pinned_waiting.remove(name)
+
     def end(self, scheduler: Scheduler, row: Sequence) -> None:
         scheduler.remove(row)
         if row.adapter_name is not None:
-            self.held[row.adapter_name] -= 1
+            self.held[self._content(row.adapter_name)] -= 1
 
     def _fits(self, name: str) -> bool:
         taken = sum(map(self.pages, self.held))
         return len(self.held) < self.slots and taken + self.pages(name) <= self.total_pages
 
-    def _going(self, *, wanted_may_go: bool, drained: Collection[str] = ()) -> list[str]:
+    def _going(self, spared: Spared, drained: Collection[str] = ()) -> list[str]:
         idle = [name for name, held in self.held.items() if not held or name in drained]
-        return [name for name in idle if wanted_may_go or not self.is_wanted(name)]
+        return [name for name in idle if not any(map(spared, self.names_of(name))) and name not in self.pinned]
+
+    def _content(self, name: str) -> str:
+        return self.aliases.get(name, name)
 
 
 def make_row(
@@ -95,7 +114,7 @@ def make_row(
 
 
 def make_scheduler(slots: Slots, *, blocks: int = 100, running: int = 10, wait: float = 1000.0) -> Scheduler:
-    scheduler = Scheduler(
+    return Scheduler(
         BlockManager(blocks, BLOCK),
         slots,
         start=slots.start,
@@ -104,5 +123,3 @@ def make_scheduler(slots: Slots, *, blocks: int = 100, running: int = 10, wait: 
         max_prefill_tokens=6,
         max_wait_seconds=wait,
     )
-    slots.is_wanted = scheduler.waiting.has
-    return scheduler

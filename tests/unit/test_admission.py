@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from support.slots import Slots, make_row, make_scheduler
 
-from lora_worker.engine.admission import FETCH_AHEAD, LOWEST_SHARE
+from lora_worker.engine.admission import FETCH_AHEAD, LOWER_SHARE
 from lora_worker.engine.scheduler import Scheduler
 from lora_worker.engine.sequence import Sequence
 
@@ -126,7 +126,7 @@ def test_the_slot_that_drains_soonest_is_closed_and_the_others_go_on() -> None:
         step(scheduler, slots)
     step(scheduler, slots)
     assert "c1" in names(scheduler.running)
-    assert slots.evicted[0] == "a"
+    assert slots.evicted == ["b"], "both are free by then, and a row waits for a"
 
 
 def test_of_several_overdue_the_oldest_gets_the_slot() -> None:
@@ -177,9 +177,11 @@ def test_a_pinned_adapter_without_a_slot_gets_the_next_one() -> None:
     step(scheduler, slots)
     slots.pinned_waiting = ["p"]
     add(scheduler, "a2", "b1")
-    for _ in range(10):
+    for _ in range(4):
         step(scheduler, slots)
-    assert slots.held == {"a": 0}, "its rows are closed, and the slot is left for the pinned one"
+    assert slots.held == {"a": 0}, "a2 did not start"
+    slots.prepare_pinned()
+    assert slots.held == {"p": 0}
 
 
 def test_a_higher_priority_that_lacks_a_slot_closes_residents_at_once() -> None:
@@ -203,7 +205,133 @@ def test_the_lowest_priority_goes_on_beside_a_stream_of_higher_ones() -> None:
         add(scheduler, f"-high{started}", tokens=1)
         step(scheduler, slots)
         started += 1
-        assert started <= LOWEST_SHARE
+        assert started <= LOWER_SHARE
+
+
+class Stream:
+    """As many rows of the highest priority as wait for these adapters at any time, which never ends by itself."""
+
+    def __init__(self, scheduler: Scheduler, slots: Slots, adapters: str) -> None:
+        self.scheduler, self.slots, self.adapters = scheduler, slots, adapters
+        self._chance = random.Random(1)
+        self._count = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self._fill()
+            self.slots.prepare_pinned()
+            step(self.scheduler, self.slots)
+
+    def steps_until_started(self, row: str, *, most: int) -> int:
+        for steps in range(most):
+            if row not in names(self.scheduler.waiting):
+                return steps
+            self.run(1)
+        raise AssertionError(f"{row} has not started within {most} steps")
+
+    def _fill(self) -> None:
+        waiting = sum(row.adapter_name in [*self.adapters] for row in self.scheduler.waiting)
+        for _ in range(waiting, 24 * len(self.adapters)):
+            adapter = self.adapters[self._count % len(self.adapters)]
+            self._count += 1
+            add(self.scheduler, f"{adapter}-{self._count}", tokens=self._chance.randint(3, 9))
+
+
+@pytest.mark.parametrize("adapters", ["a", "adef"])
+def test_a_low_priority_that_is_overdue_holds_up_no_slot_for_a_high_one(adapters: str) -> None:
+    slots = Slots(len(adapters))
+    scheduler = make_scheduler(slots, running=16 * len(adapters))
+    stream = Stream(scheduler, slots, adapters)
+    stream.run(30)
+    add(scheduler, "b1", tokens=4, priority=9)
+    age(scheduler, "b1")
+    assert stream.steps_until_started("b1", most=30) < 30, "its turn has come, and something has drained for it"
+    add(scheduler, "b2", tokens=4, priority=9)
+    add(scheduler, "c1", tokens=4)
+    age(scheduler, "b2", "c1")
+    assert stream.steps_until_started("c1", most=30) < 30
+    assert stream.steps_until_started("b2", most=30) < 30
+
+
+def test_a_low_priority_does_not_keep_a_pinned_adapter_from_its_slot() -> None:
+    slots = Slots(4)
+    scheduler = make_scheduler(slots, running=32)
+    stream = Stream(scheduler, slots, "adef")
+    stream.run(30)
+    slots.pinned_waiting = ["p"]
+    add(scheduler, "p1", tokens=4, priority=9)
+    stream.steps_until_started("p1", most=100)
+    assert "p" in slots.held
+
+
+def test_a_level_between_others_goes_on() -> None:
+    slots = Slots()
+    scheduler = make_scheduler(slots, running=1)
+    add(scheduler, "-middle", tokens=1, priority=3)
+    for i in range(2 * LOWER_SHARE):
+        add(scheduler, f"-high{i}", tokens=1)
+        add(scheduler, f"-low{i}", tokens=1, priority=9)
+        step(scheduler, slots)
+    assert "-middle" not in names(scheduler.waiting)
+
+
+def test_rows_of_a_low_priority_that_need_no_slot_change_nothing_about_loads() -> None:
+    def loads(low: int) -> int:
+        chance = random.Random(2)
+        slots = Slots(4)
+        scheduler = make_scheduler(slots, running=16)
+        for i in range(1000):
+            add(scheduler, f"{chance.choice('abcdefghijklmnop')}{i}", tokens=chance.randint(6, 12))
+        for i in range(low):
+            add(scheduler, f"-{i}", tokens=8, priority=9)
+        while scheduler.waiting or scheduler.running:
+            step(scheduler, slots)
+        return len(slots.loaded)
+
+    assert loads(20) <= loads(0) * 1.2
+
+
+def test_what_only_lower_priorities_use_drains_for_a_higher_one_and_nothing_else_does() -> None:
+    slots = Slots(2)
+    scheduler = make_scheduler(slots, running=4)
+    add(scheduler, "a1", tokens=9)
+    add(scheduler, "b1", tokens=9, priority=9)
+    step(scheduler, slots)
+    add(scheduler, "a2", "c1", tokens=9)
+    add(scheduler, "b2", "d1", tokens=9, priority=9)
+    step(scheduler, slots)
+    assert scheduler.admission.closed == {"b"}
+    for _ in range(8):
+        step(scheduler, slots)
+    assert set(slots.held) == {"a", "c"}
+
+
+def test_the_other_rows_of_a_started_request_go_by_its_priority() -> None:
+    slots = Slots(4)
+    scheduler = make_scheduler(slots, running=4)
+    for i in range(127):
+        row = make_row(f"n{i}", tokens=50, priority=9)
+        row.started_at = 0.0
+        scheduler.add(row)
+    step(scheduler, slots)
+    add(scheduler, "-1", tokens=1)
+    for _ in range(50):
+        step(scheduler, slots)
+    assert "-1" not in names(scheduler.waiting)
+
+
+def test_names_of_one_content_drain_together() -> None:
+    slots = Slots(1)
+    slots.aliases = {"A": "a"}
+    scheduler = make_scheduler(slots, running=4)
+    add(scheduler, "a1", tokens=5)
+    step(scheduler, slots)
+    add(scheduler, "b1", tokens=1)
+    age(scheduler, "b1")
+    for i in range(5):
+        add(scheduler, f"A{i}", f"a{i + 2}", tokens=5)
+        step(scheduler, slots)
+    assert "b" in slots.held
 
 
 def test_an_adapter_that_is_away_holds_up_nobody_and_is_fetched() -> None:
@@ -225,6 +353,32 @@ def test_so_many_adapters_are_fetched_ahead_and_no_more() -> None:
     add(scheduler, *(f"{name}1" for name in coming))
     scheduler.admit()
     assert slots.fetched == coming[:FETCH_AHEAD]
+
+
+def test_an_adapter_is_fetched_when_its_turn_comes_however_many_wait_in_host_memory() -> None:
+    """Twenty with a backlog that never ends, by age since all are overdue."""
+    slots = Slots(1)
+    slots.away = {"z"}
+    scheduler = make_scheduler(slots, running=4, wait=0.0)
+    stream = Stream(scheduler, slots, "abcdefghijklmnopqrst")
+    stream.run(5)
+    add(scheduler, "z1")
+    older = len(scheduler.waiting)
+    while "z" not in slots.fetched:
+        assert len(slots.loaded) <= older
+        stream.run(1)
+
+
+def test_what_is_overdue_and_next_is_fetched_whatever_has_to_make_room() -> None:
+    slots = Slots(1)
+    slots.away = {"b", "c"}
+    scheduler = make_scheduler(slots)
+    add(scheduler, "a1", "b1", "c1")
+    step(scheduler, slots)
+    assert (slots.fetched, slots.urgent) == (["b", "c"], [])
+    age(scheduler, "b1", "c1")
+    step(scheduler, slots)
+    assert slots.urgent == ["b"]
 
 
 @pytest.mark.parametrize("seed", range(5))
