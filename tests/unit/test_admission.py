@@ -1,43 +1,14 @@
-"""Scheduling by adapter, with no model behind it: who starts next, who leaves its slot, and how long anybody waits."""
+"""Scheduling by adapter, with no model behind it: who starts next, and who is read ahead."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 
 import pytest
+from support.scheduling import Stream, add, age, names, step
 from support.slots import Slots, make_row, make_scheduler
 
 from lora_worker.engine.admission import FETCH_AHEAD, LOWER_SHARE
-from lora_worker.engine.scheduler import Scheduler
-from lora_worker.engine.sequence import Sequence
-
-
-def names(rows: Iterable[Sequence]) -> list[str]:
-    return [row.request_id for row in rows]
-
-
-def add(scheduler: Scheduler, *rows: str, priority: int = 0, tokens: int = 100) -> None:
-    """Rows named after their adapters: 'a1' is of the adapter 'a', '-1' of the base."""
-    for row in rows:
-        adapter = None if row[0] == "-" else row[0]
-        scheduler.add(make_row(row, adapter, priority=priority, tokens=tokens))
-
-
-def step(scheduler: Scheduler, slots: Slots) -> None:
-    """Start what can start, and give every running row a token."""
-    scheduler.admit()
-    scheduler.check_integrity()
-    for row in list(scheduler.running):
-        row.tokens.append(1)
-        if row.output_count == row.max_tokens:
-            slots.end(scheduler, row)
-
-
-def age(scheduler: Scheduler, *rows: str) -> None:
-    for row in scheduler.waiting:
-        if row.request_id in rows:
-            row.arrived_at -= 10_000
 
 
 def test_rows_start_by_priority_and_then_by_arrival() -> None:
@@ -86,116 +57,6 @@ def test_what_waiting_rows_need_is_not_evicted_while_something_else_can_be() -> 
     assert slots.evicted == ["b"]
 
 
-def test_one_hot_adapter_does_not_starve_another() -> None:
-    """One slot and a stream of rows of 8 tokens for A, which never ends by itself: B starts within 8 steps."""
-    slots = Slots(1)
-    scheduler = make_scheduler(slots, running=4)
-    add(scheduler, "a1", "a2", "a3", "a4", tokens=8)
-    for i in range(20):
-        add(scheduler, f"ax{i}", tokens=8)
-        step(scheduler, slots)
-    add(scheduler, "b1", tokens=8)
-    for i in range(20, 40):
-        add(scheduler, f"ax{i}", tokens=8)
-        step(scheduler, slots)
-    assert "b" not in slots.held, "nothing is overdue yet, so the slot stays with what waits for it"
-    age(scheduler, "b1")
-    steps = 0
-    while "b" not in slots.held:
-        assert steps < 9, "B has waited longer than the rows of A still had tokens"
-        add(scheduler, f"ay{steps}", tokens=8)
-        step(scheduler, slots)
-        steps += 1
-    assert names(scheduler.running) == ["b1"]
-
-
-def test_the_slot_that_drains_soonest_is_closed_and_the_others_go_on() -> None:
-    slots = Slots(2)
-    scheduler = make_scheduler(slots, running=6)
-    add(scheduler, "a1", "b1", tokens=30)
-    step(scheduler, slots)
-    add(scheduler, "c1")
-    age(scheduler, "c1")
-    add(scheduler, "b2", tokens=4)
-    scheduler.admit()
-    assert scheduler.admission.closed == {"a"}, "both have 29 tokens left; the first is taken"
-    add(scheduler, "a2", "b3", tokens=5)
-    scheduler.admit()
-    assert names(scheduler.running) == ["a1", "b1", "b2", "b3"]
-    for _ in range(29):
-        step(scheduler, slots)
-    step(scheduler, slots)
-    assert "c1" in names(scheduler.running)
-    assert slots.evicted == ["b"], "both are free by then, and a row waits for a"
-
-
-def test_of_several_overdue_the_oldest_gets_the_slot() -> None:
-    slots = Slots(1)
-    scheduler = make_scheduler(slots, running=2)
-    add(scheduler, "a1", tokens=3)
-    step(scheduler, slots)
-    add(scheduler, "b1", "c1", "d1", tokens=1)
-    age(scheduler, "b1", "c1", "d1")
-    while scheduler.waiting or scheduler.running:
-        step(scheduler, slots)
-    assert slots.loaded == ["a", "b", "c", "d"]
-
-
-def test_an_adapter_for_which_an_older_row_waits_is_not_closed() -> None:
-    slots = Slots(1)
-    scheduler = make_scheduler(slots, running=1)
-    add(scheduler, "a1", tokens=3)
-    step(scheduler, slots)
-    add(scheduler, "a2", "b1", "a3", tokens=1)
-    age(scheduler, "a2", "b1", "a3")
-    while scheduler.waiting or scheduler.running:
-        step(scheduler, slots)
-    assert slots.loaded == ["a", "b", "a"], "once for a1 and a2, and again for a3"
-
-
-def test_nobody_else_is_given_a_slot_before_a_wide_adapter_that_is_overdue() -> None:
-    """Pages that drain one by one are kept for it."""
-    slots = Slots(4)
-    slots.sizes["w"] = 3
-    scheduler = make_scheduler(slots, running=8)
-    for i, name in enumerate("abcd"):
-        add(scheduler, f"{name}1", tokens=3 * (i + 1))
-    step(scheduler, slots)
-    add(scheduler, "w1", tokens=1)
-    age(scheduler, "w1")
-    for name in "efgh":
-        add(scheduler, f"{name}1", tokens=1)
-    while "w" not in slots.loaded:
-        step(scheduler, slots)
-    assert slots.loaded == ["a", "b", "c", "d", "w"]
-
-
-def test_a_pinned_adapter_without_a_slot_gets_the_next_one() -> None:
-    slots = Slots(1)
-    scheduler = make_scheduler(slots, running=2)
-    add(scheduler, "a1", tokens=5)
-    step(scheduler, slots)
-    slots.pinned_waiting = ["p"]
-    add(scheduler, "a2", "b1")
-    for _ in range(4):
-        step(scheduler, slots)
-    assert slots.held == {"a": 0}, "a2 did not start"
-    slots.prepare_pinned()
-    assert slots.held == {"p": 0}
-
-
-def test_a_higher_priority_that_lacks_a_slot_closes_residents_at_once() -> None:
-    slots = Slots(1)
-    scheduler = make_scheduler(slots, running=2)
-    add(scheduler, "a1", tokens=4, priority=9)
-    step(scheduler, slots)
-    add(scheduler, *(f"a{i}" for i in range(2, 10)), tokens=4, priority=9)
-    add(scheduler, "b1", tokens=4)
-    for _ in range(4):
-        step(scheduler, slots)
-    assert names(scheduler.running) == ["b1"]
-
-
 def test_the_lowest_priority_goes_on_beside_a_stream_of_higher_ones() -> None:
     slots = Slots()
     scheduler = make_scheduler(slots, running=1)
@@ -206,62 +67,6 @@ def test_the_lowest_priority_goes_on_beside_a_stream_of_higher_ones() -> None:
         step(scheduler, slots)
         started += 1
         assert started <= LOWER_SHARE
-
-
-class Stream:
-    """As many rows of the highest priority as wait for these adapters at any time, which never ends by itself."""
-
-    def __init__(self, scheduler: Scheduler, slots: Slots, adapters: str) -> None:
-        self.scheduler, self.slots, self.adapters = scheduler, slots, adapters
-        self._chance = random.Random(1)
-        self._count = 0
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self._fill()
-            self.slots.prepare_pinned()
-            step(self.scheduler, self.slots)
-
-    def steps_until_started(self, row: str, *, most: int) -> int:
-        for steps in range(most):
-            if row not in names(self.scheduler.waiting):
-                return steps
-            self.run(1)
-        raise AssertionError(f"{row} has not started within {most} steps")
-
-    def _fill(self) -> None:
-        waiting = sum(row.adapter_name in [*self.adapters] for row in self.scheduler.waiting)
-        for _ in range(waiting, 24 * len(self.adapters)):
-            adapter = self.adapters[self._count % len(self.adapters)]
-            self._count += 1
-            add(self.scheduler, f"{adapter}-{self._count}", tokens=self._chance.randint(3, 9))
-
-
-@pytest.mark.parametrize("adapters", ["a", "adef"])
-def test_a_low_priority_that_is_overdue_holds_up_no_slot_for_a_high_one(adapters: str) -> None:
-    slots = Slots(len(adapters))
-    scheduler = make_scheduler(slots, running=16 * len(adapters))
-    stream = Stream(scheduler, slots, adapters)
-    stream.run(30)
-    add(scheduler, "b1", tokens=4, priority=9)
-    age(scheduler, "b1")
-    assert stream.steps_until_started("b1", most=30) < 30, "its turn has come, and something has drained for it"
-    add(scheduler, "b2", tokens=4, priority=9)
-    add(scheduler, "c1", tokens=4)
-    age(scheduler, "b2", "c1")
-    assert stream.steps_until_started("c1", most=30) < 30
-    assert stream.steps_until_started("b2", most=30) < 30
-
-
-def test_a_low_priority_does_not_keep_a_pinned_adapter_from_its_slot() -> None:
-    slots = Slots(4)
-    scheduler = make_scheduler(slots, running=32)
-    stream = Stream(scheduler, slots, "adef")
-    stream.run(30)
-    slots.pinned_waiting = ["p"]
-    add(scheduler, "p1", tokens=4, priority=9)
-    stream.steps_until_started("p1", most=100)
-    assert "p" in slots.held
 
 
 def test_a_level_between_others_goes_on() -> None:
@@ -291,21 +96,6 @@ def test_rows_of_a_low_priority_that_need_no_slot_change_nothing_about_loads() -
     assert loads(20) <= loads(0) * 1.2
 
 
-def test_what_only_lower_priorities_use_drains_for_a_higher_one_and_nothing_else_does() -> None:
-    slots = Slots(2)
-    scheduler = make_scheduler(slots, running=4)
-    add(scheduler, "a1", tokens=9)
-    add(scheduler, "b1", tokens=9, priority=9)
-    step(scheduler, slots)
-    add(scheduler, "a2", "c1", tokens=9)
-    add(scheduler, "b2", "d1", tokens=9, priority=9)
-    step(scheduler, slots)
-    assert scheduler.admission.closed == {"b"}
-    for _ in range(8):
-        step(scheduler, slots)
-    assert set(slots.held) == {"a", "c"}
-
-
 def test_the_other_rows_of_a_started_request_go_by_its_priority() -> None:
     slots = Slots(4)
     scheduler = make_scheduler(slots, running=4)
@@ -318,20 +108,6 @@ def test_the_other_rows_of_a_started_request_go_by_its_priority() -> None:
     for _ in range(50):
         step(scheduler, slots)
     assert "-1" not in names(scheduler.waiting)
-
-
-def test_names_of_one_content_drain_together() -> None:
-    slots = Slots(1)
-    slots.aliases = {"A": "a"}
-    scheduler = make_scheduler(slots, running=4)
-    add(scheduler, "a1", tokens=5)
-    step(scheduler, slots)
-    add(scheduler, "b1", tokens=1)
-    age(scheduler, "b1")
-    for i in range(5):
-        add(scheduler, f"A{i}", f"a{i + 2}", tokens=5)
-        step(scheduler, slots)
-    assert "b" in slots.held
 
 
 def test_an_adapter_that_is_away_holds_up_nobody_and_is_fetched() -> None:
