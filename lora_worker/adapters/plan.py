@@ -7,6 +7,7 @@ a thousand adapters of one shape cost one injection and a thousand reads.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import threading
@@ -105,6 +106,10 @@ class AdapterPlanner:
         base_parameter: BaseParameter,
     ) -> None:
         self._config = config
+        # Once, and here: transformers sets torch's default dtype for the whole process while it builds a model, and
+        # reads run beside generation.
+        with torch.device("meta"):
+            self._skeleton = AutoModelForCausalLM.from_config(config)
         self._base_parameter = base_parameter
         self._targetable = targetable
         self._max_rank = max_rank
@@ -165,10 +170,10 @@ class AdapterPlanner:
 
     def _inject(self, name: str, config: dict[str, Any]) -> dict[str, Placement]:
         try:
+            skeleton = copy.deepcopy(self._skeleton)
             with torch.device("meta"), warnings.catch_warnings():
                 # PEFT warns of what the report says anyway (fan_in_fan_out corrected for Conv1D).
                 warnings.simplefilter("ignore")
-                skeleton = AutoModelForCausalLM.from_config(self._config)
                 inject_adapter_in_model(to_lora_config(config), skeleton, low_cpu_mem_usage=True)
         except Exception as error:  # re.error, AttributeError and more, from whatever a configuration holds
             reason = " ".join(str(error).split())

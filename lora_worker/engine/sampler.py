@@ -48,7 +48,7 @@ class Sampler:
         tokens_list: list[int] = tokens.tolist()
         if drawn:
             chosen = [rows[i].params for i in drawn]
-            places = torch.tensor([self._uniform(rows[i]) for i in drawn])
+            places = torch.tensor([self._uniform(rows[i]) for i in drawn], dtype=torch.float64)
             temperatures = torch.tensor([p.temperature for p in chosen], dtype=torch.float64, device=logits.device)
             # From the greatest down, so that a tiny temperature makes no infinity but a greedy row.
             subset = (logits[drawn] - best[drawn, None]).double() / temperatures[:, None]

@@ -82,3 +82,17 @@ def test_a_greedy_row_takes_the_best_and_a_broken_row_is_told() -> None:
     sampled = Sampler().sample(logits, [row(SamplingParams(0, 1, 0, 0)) for _ in range(3)])
     assert sampled.tokens[0] == 1
     assert sampled.is_broken == [False, True, True]
+
+
+def test_what_is_drawn_does_not_depend_on_the_default_dtype() -> None:
+    """Whoever builds a model in this process changes it for a moment, for all threads."""
+    logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    params = [SamplingParams(1.0, 1.0, 0, seed) for seed in range(64)]
+    places = [torch.rand((), generator=torch.Generator().manual_seed(p.seed), dtype=torch.float64) for p in params]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        tokens = Sampler().sample(logits, [row(p) for p in params]).tokens
+    finally:
+        torch.set_default_dtype(before)
+    assert tokens == draw(logits - logits.amax(dim=-1, keepdim=True), params, torch.stack(places)).tolist()
