@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import uuid
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +38,7 @@ class ChatTemplate:
             )
         text = self._fill(messages, tools)
         self._check_nothing_is_dropped(text, messages, tools)
+        self._check_parts(messages, tools)
         # The template writes the special tokens itself.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
@@ -46,6 +49,28 @@ class ChatTemplate:
         bare = [{name: value for name, value in m.items() if name != "tool_calls"} for m in messages]
         if bare != messages and self._is_same(text, bare, tools):
             raise InvalidRequestError("the model's chat template takes no tool_calls; write them into the content")
+
+    def _check_parts(self, messages: Messages, tools: Tools) -> None:
+        """Refuse messages of which the template leaves out a part, or which it writes as the list it is.
+
+        It is filled with other texts, which tell where they are from; the parts' own may stand there trimmed, quoted or
+        twice.
+        """
+        mark = uuid.uuid4().hex
+        places = [
+            (i, j) for i, m in enumerate(messages) if isinstance(m["content"], list) for j in range(len(m["content"]))
+        ]
+        if not places:
+            return
+        marked = copy.deepcopy(messages)
+        for i, j in places:
+            marked[i]["content"][j] |= {"text": f"{mark}x{i}x{j}x", mark: f"{mark}f"}
+        filled = self._fill(marked, tools)
+        lost = [f"leaves out part {j} of message {i} (from 0)" for i, j in places if f"{mark}x{i}x{j}x" not in filled]
+        if not lost and f"{mark}f" in filled:
+            lost = ["writes the parts of a message with all their fields"]
+        if lost:
+            raise InvalidRequestError(f"the model's chat template {lost[0]}; join the text parts of a message into one")
 
     @cached_property
     def _takes_parts(self) -> bool:

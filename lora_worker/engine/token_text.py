@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from itertools import accumulate
-from os.path import commonprefix
 
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
@@ -138,4 +137,5 @@ class GrowingText:
 
 def common_length(one: str, other: str) -> int:
     """How many characters two texts begin with alike."""
-    return len(commonprefix([one, other]))
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)

@@ -26,6 +26,16 @@ PARTS = (
     "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }} {% else %}"
     "{% for part in m.content %}{{ part.text }} {% endfor %}{% endif %}{% endfor %}"
 )
+FIRST_SYSTEM_PART = (  # as Gemma 3's
+    "{% if messages[0].role == 'system' %}{% if messages[0].content is string %}{{ messages[0].content + ' ' }}"
+    "{% else %}{{ messages[0].content[0].text + ' ' }}{% endif %}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.content is string %}{{ m.content | trim }} {% else %}"
+    "{% for part in m.content %}{{ part.text | trim }} {% endfor %}{% endif %}{% endfor %}"
+)
+SYSTEM_AS_A_STRING = (  # as that of Llama 3.2 with pictures
+    "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }} {% set messages = messages[1:] %}{% endif %}"
+    + PARTS
+)
 WITH_TOOLS = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
     "{% for m in messages %}{{ m.content }} {% for call in m.tool_calls or [] %}"
@@ -71,6 +81,18 @@ def test_several_text_parts_are_for_templates_that_take_lists() -> None:
     for template in (PLAIN, JOINING):
         with pytest.raises(InvalidRequestError, match="string alone"):
             words(template, messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [(FIRST_SYSTEM_PART, "leaves out part 1 of message 0"), (SYSTEM_AS_A_STRING, "all their fields")],
+)
+def test_no_part_is_dropped_in_silence(template: str, word: str) -> None:
+    parts = [{"type": "text", "text": " w2 "}, {"type": "text", "text": "w3"}]
+    user, system = {"role": "user", "content": parts}, {"role": "system", "content": parts}
+    with pytest.raises(InvalidRequestError, match=word):
+        words(template, [system, user])
+    assert words(template, [{"role": "system", "content": "w1"}, user])[-2:] == [2, 3]
 
 
 def test_a_template_that_stumbles_is_one_sentence_without_the_text() -> None:

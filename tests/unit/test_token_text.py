@@ -75,7 +75,9 @@ def random_tokens(tokenizer: PreTrainedTokenizerFast, chance: random.Random) -> 
 def as_answered(tokenizer: PreTrainedTokenizerFast, context: list[int], tokens: list[int]) -> str:
     """transformers' decoding of all the tokens at once, after the context where that is whole characters."""
     before, together = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (context, context + tokens))
-    return together[len(before) :] if together.startswith(before) else tokenizer.decode(tokens, skip_special_tokens=True)
+    return (
+        together[len(before) :] if together.startswith(before) else tokenizer.decode(tokens, skip_special_tokens=True)
+    )
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
@@ -104,9 +106,7 @@ def test_a_row_ends_at_the_first_token_whose_text_has_a_stop_string(
     chance = random.Random(seed)
     prompt, tokens = random_tokens(tokenizer, chance), random_tokens(tokenizer, chance)
     stops = chance.sample(["\n", "語", "a語", "d\n", "😀", " a", "never"], 2)
-    sequence = Sequence(
-        "id", prompt, SamplingParams(0, 1, 0, 0), len(tokens) + 1, lambda _: None, stop_strings=stops
-    )
+    sequence = Sequence("id", prompt, SamplingParams(0, 1, 0, 0), len(tokens) + 1, lambda _: None, stop_strings=stops)
     watch = StopWatch(tokenizer)
     for count, token in enumerate(tokens, 1):
         sequence.tokens.append(token)
