@@ -33,6 +33,7 @@ class EngineThread:
         self._inbox = inbox
         self._on_broken = on_broken
         self._failed_steps = 0
+        self._drift = ""
         self._is_closing = False
         self._closing_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -104,11 +105,15 @@ class EngineThread:
             return
 
     def _check_integrity(self) -> None:
-        """Between two bursts of work, when nobody waits for it: a count that has drifted is told at once."""
+        """Between two bursts of work, when nobody waits for it: a count that has drifted is told at once, and once."""
+        drift = ""
         try:
             self._core.check_integrity()
         except AssertionError as error:
-            logger.critical("A count has drifted, which is a fault of lora-worker; restart this worker: %s", error)
+            drift = str(error)
+            if drift != self._drift:
+                logger.critical("A count has drifted, which is a fault of lora-worker; restart this worker: %s", drift)
+        self._drift = drift
 
     def _run_action(self, action: Callable[[], None]) -> None:
         try:

@@ -65,6 +65,11 @@ class LoraBatch(NamedTuple):
     def start(self) -> int:
         return self.segments[0].start
 
+    @property
+    def end(self) -> int:
+        """The step's tokens."""
+        return self.segments[-1].end
+
 
 def make_lora_batch(segments: list[Segment], *, has_bias: bool, device: torch.device) -> LoraBatch | None:
     """Plan a step; None where no token has an adapter. `segments` are ordered as LoraBatch says."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
+from lora_worker.errors import UnsupportedModelError
 from lora_worker.kernels.memory import zeros
 from lora_worker.kernels.pages import PAGE_RANKS, run_of
 from lora_worker.kernels.torch_lora import LoraBatch, add_bias, add_lora
@@ -109,8 +110,17 @@ class LoraLayer(nn.Module, ABC):
     def _copy(self, place: Place, pair: LoraPair) -> None:
         """Fill the place's pages whole, with zeros beyond the pair's rank."""
 
-    def _is_in(self, batch: LoraBatch | None) -> bool:
-        return batch is not None and not self._slots.isdisjoint(batch.slots)
+    def _is_in(self, batch: LoraBatch, tokens: int) -> bool:
+        """Whether any of the step's adapters has this module, which has been given so many tokens."""
+        if self._slots.isdisjoint(batch.slots):
+            return False
+        # A model may send some of its tokens here, or in several parts; by their places they'd be taken for others'.
+        if tokens != batch.end:
+            raise UnsupportedModelError(
+                f"the model gives {type(self.base).__name__} of {list(self.weight.shape)} {tokens} of a step's "
+                f"{batch.end} tokens, so it isn't known which adapter each is for; leave it out of lora_target_modules"
+            )
+        return True
 
 
 class LoraLinear(LoraLayer):
@@ -156,7 +166,7 @@ class LoraLinear(LoraLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x)
         batch = self._step.output_batch if self._is_output else self._step.batch
-        if batch is not None and self._is_in(batch):
+        if batch is not None and self._is_in(batch, out.shape[:-1].numel()):
             flat = out.view(-1, self.out_features)
             add_lora(flat, x.reshape(-1, self.in_features), self.a, self.b, batch)
             add_bias(flat, self.bias_delta, batch)
@@ -198,7 +208,7 @@ class LoraEmbedding(LoraLayer):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(ids)
         batch = self._step.batch
-        if batch is not None and self._is_in(batch):
+        if batch is not None and self._is_in(batch, ids.numel()):
             flat_out, flat_ids = out.view(-1, self.embedding_dim), ids.reshape(-1)
             for _, pages, start, end in batch.segments:
                 for page in pages:
