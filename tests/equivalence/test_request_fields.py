@@ -219,7 +219,7 @@ def test_a_row_gets_the_same_answer_alone_and_in_any_mix(
     mixing.check_integrity()
     assert not mixing._core._sampler._generators
     assert not mixing._core._sampler._processors._counts
-    assert not mixing._core._stop_watch._texts
+    assert not mixing._core._stop_watch._watched
 
 
 def test_choices_are_of_seeds_of_their_own_and_the_prompt_counts_once(engine: Engine) -> None:
