@@ -75,6 +75,14 @@ class DevicePool:
         """Whether the adapter is resident and its copy has ended."""
         return digest in self._residents and self._residents[digest].is_ready
 
+    def wait_for_a_copy(self) -> bool:
+        """Wait for the first of the copies under way to end; returns whether there was one."""
+        copied = next((resident.copied for resident in self._residents.values() if not resident.is_ready), None)
+        if copied is None:
+            return False
+        copied.synchronize()
+        return True
+
     def place(self, digest: str) -> Place:
         return self._residents[digest].place
 

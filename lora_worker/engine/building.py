@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
-
-import torch
 
 from lora_worker.adapters.device_pool import DevicePool
 from lora_worker.adapters.eviction import LruPolicy, make_policy
@@ -22,16 +19,11 @@ from lora_worker.engine.core import EngineCore
 from lora_worker.engine.model_runner import ModelRunner
 from lora_worker.engine.sampler import Sampler
 from lora_worker.engine.scheduler import Scheduler
+from lora_worker.engine.sizing import cache_size
 from lora_worker.engine.stopping import StopWatch
-from lora_worker.errors import SettingsError
 from lora_worker.lora.inject import inject_lora
 from lora_worker.models.loading import LoadedModel, load_model
 from lora_worker.settings import Settings
-
-logger = logging.getLogger(__name__)
-
-CPU_CACHE_BYTES = 2 * 1024**3
-CUDA_CACHE_SHARE = 0.9
 
 
 class Built(NamedTuple):
@@ -64,8 +56,9 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
         max_bytes=int(settings.max_loaded_lora_bytes),
         is_pinned=registry.is_pinned,
     )
-    total_tokens, max_model_len = _cache_size(settings, loaded)
-    blocks = BlockManager(-(-total_tokens // attention.block_size), attention.block_size)
+    runner = ModelRunner(loaded, lora_step)
+    size = cache_size(settings, loaded, layers.values(), runner)
+    blocks = BlockManager(-(-size.total // attention.block_size), attention.block_size)
     attention.set_blocks(blocks.count)
     adapters = AdapterManager(
         Tiers(registry, cache, pool, counters),
@@ -94,32 +87,9 @@ def build(settings: Settings, post: Callable[[Callable[[], None]], None]) -> Bui
     )
     core = EngineCore(
         scheduler,
-        ModelRunner(loaded, lora_step),
+        runner,
         adapters,
         Sampler(),
         StopWatch(loaded.tokenizer),
     )
-    return Built(core, loaded, max_model_len)
-
-
-def _cache_size(settings: Settings, loaded: LoadedModel) -> tuple[int, int]:
-    """Tokens the KV cache holds, and tokens one row may have; one full row always fits."""
-    device = loaded.model.device
-    room = CPU_CACHE_BYTES
-    if device.type == "cuda":
-        room = int(torch.cuda.mem_get_info(device)[0] * CUDA_CACHE_SHARE)
-    wanted = settings.running_limit(device.type) * loaded.max_model_len
-    total = settings.max_total_tokens or min(wanted, room // loaded.attention.bytes_per_token)
-    if total >= loaded.max_model_len:
-        return total, loaded.max_model_len
-    if settings.max_model_len is not None:
-        raise SettingsError(
-            f"the KV cache holds {total} tokens, too few for one row of max_model_len {settings.max_model_len}; "
-            f"raise max_total_tokens or lower max_model_len"
-        )
-    logger.warning(
-        "The KV cache holds %d tokens, so a row may have as many and not the model's %d; max_total_tokens raises it.",
-        total,
-        loaded.max_model_len,
-    )
-    return total, total
+    return Built(core, loaded, size.max_model_len)

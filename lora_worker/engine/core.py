@@ -108,14 +108,15 @@ class EngineCore:
         return future
 
     def step(self) -> bool:
-        """Admit, run, sample, update; returns whether any token was computed."""
+        """Admit, run, sample, update; returns whether there may be more to do at once."""
         self._end_late_rows()
         self.adapters.prepare_pinned()
         self.scheduler.admit()
         self._join()
         chunks, new_blocks = self.scheduler.schedule()
         if not chunks:
-            return False
+            # With nothing to compute beside it, the next copy into a slot is waited for: its rows start at once.
+            return self.adapters.pool.wait_for_a_copy()
         chunks.sort(key=lambda chunk: (len(chunk.sequence.pages), chunk.sequence.pages))
         logits = self._runner.run(chunks, new_blocks=new_blocks)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]

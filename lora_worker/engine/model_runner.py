@@ -23,6 +23,10 @@ class ModelRunner:
         self._device = loaded.model.device
         self._lora = lora
 
+    @property
+    def block_size(self) -> int:
+        return self._attention.block_size
+
     @torch.inference_mode()
     def run(self, chunks: Rows[Chunk], *, new_blocks: list[int]) -> torch.Tensor:
         """Logits [sampling rows, V] of the chunks that sample, in their order; float32, or float64 of such a model.

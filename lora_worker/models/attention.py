@@ -74,9 +74,12 @@ class BlockCacheAttention:
     @torch.inference_mode()
     def clear(self, blocks: list[int]) -> None:
         """Zero blocks that a row has been given: it reads places beyond its end, masked, and 0 * NaN is NaN."""
+        index: torch.Tensor | None = None
         for keys, values in self.cache.values():
-            keys[blocks] = 0
-            values[blocks] = 0
+            if index is None:  # once for all layers, which lie on one device
+                index = torch.tensor(blocks, device=keys.device)
+            keys.index_fill_(0, index, 0)
+            values.index_fill_(0, index, 0)
 
     def close(self) -> None:
         AttentionInterface._global_mapping.pop(self.name, None)

@@ -16,7 +16,7 @@ from support.tiny_models import save_adapter
 from support.worker_process import wait_for
 
 from lora_worker import errors
-from lora_worker.engine import Engine
+from lora_worker.engine import Engine, thread
 
 
 def test_rows_that_run_keep_the_replaced_weights_and_later_ones_get_the_new(
@@ -193,6 +193,18 @@ def test_adapters_copied_beside_the_steps_of_a_card_are_whole_when_their_rows_st
     for i, (name, row) in enumerate(rows):
         assert row.tokens() == expected(oracle, name, [i // (1 + len(paths)), 3], 20)
     assert engine.info()["pool"]["evictions"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_row_that_waits_for_its_adapter_alone_starts_when_the_adapter_is_there(
+    device: str, make_engine: Callable[..., Engine], paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's look at the clock is so rare here that a row which depended on it would never start."""
+    monkeypatch.setattr(thread, "IDLE_LOOK_SECONDS", 3600.0)
+    entries = [f"{name}={path}" for name, path in paths.items()]
+    engine = make_engine(device=device, lora_paths=entries, max_loras_per_batch=1, max_loaded_loras=1)
+    for name in [*paths, *paths]:
+        assert Row(engine, model=name, prompt=[1], max_tokens=2).answer()
 
 
 def test_slots_and_one_adapter_in_a_cycle_cost_one_load_an_adapter(
