@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import NamedTuple
-
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lora_worker.errors import SettingsError
 from lora_worker.lora.layer import LoraEmbedding, LoraLayer, LoraLinear, LoraStep
-
-
-class Kind(Enum):
-    """What a module is to the layers."""
-
-    LINEAR = "linear"
-    OUTPUT = "output"  # the output layer: linear, over the tokens whose logits are asked for
-    EMBEDDING = "embedding"
-
-
-class Target(NamedTuple):
-    """A module that adapters may target."""
-
-    kind: Kind
-    in_features: int
-    out_features: int
 
 
 def inject_lora(model: PreTrainedModel, target_modules: list[str]) -> tuple[dict[str, LoraLayer], LoraStep]:
@@ -37,38 +18,32 @@ def inject_lora(model: PreTrainedModel, target_modules: list[str]) -> tuple[dict
     """
     step = LoraStep()
     layers: dict[str, LoraLayer] = {}
-    for path, target in targetable(model, target_modules).items():
-        base = model.get_submodule(path)
+    output = model.get_output_embeddings()
+    for path, base in targetable(model, target_modules).items():
         layer: LoraLayer
-        if isinstance(base, nn.Embedding):
-            layer = LoraEmbedding(base, step)
+        shape = _shape(base)
+        if shape is not None:
+            layer = LoraLinear(base, in_features=shape[0], out_features=shape[1], step=step, is_output=base is output)
         else:
-            layer = LoraLinear(
-                base,
-                in_features=target.in_features,
-                out_features=target.out_features,
-                step=step,
-                is_output=target.kind is Kind.OUTPUT,
-            )
+            assert isinstance(base, nn.Embedding), f"{path} is neither linear nor an embedding"
+            layer = LoraEmbedding(base, step)
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer)
         layers[path] = layer
     return layers, step
 
 
-def targetable(model: PreTrainedModel, target_modules: list[str]) -> dict[str, Target]:
-    """The modules that adapters may target, by path.
+def targetable(model: PreTrainedModel, target_modules: list[str]) -> dict[str, nn.Module]:
+    """The modules that adapters may target, by path: linear ones, and the input embedding.
 
     `target_modules` is the setting `lora_target_modules`; SettingsError where it names what the model hasn't.
     """
-    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    found = {}
-    for path, module in model.named_modules():
-        shape = _shape(module)
-        if shape is not None:
-            found[path] = Target(Kind.OUTPUT if module is output else Kind.LINEAR, *shape)
-        elif module is embedding and type(module) is nn.Embedding:
-            found[path] = Target(Kind.EMBEDDING, module.num_embeddings, module.embedding_dim)
+    embedding = model.get_input_embeddings()
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if _shape(module) is not None or (module is embedding and type(module) is nn.Embedding)
+    }
     unmatched = [t for t in target_modules if t != "all-linear" and not any(_is_target(path, [t]) for path in found)]
     if unmatched:
         known = ", ".join(sorted({path.rpartition(".")[2] for path in found}))
@@ -76,7 +51,7 @@ def targetable(model: PreTrainedModel, target_modules: list[str]) -> dict[str, T
             f"lora_target_modules names {', '.join(unmatched)}, but the base model has no such linear module; "
             f"leave it at all-linear, or name modules such as {known}"
         )
-    return {path: target for path, target in found.items() if _is_target(path, target_modules)}
+    return {path: module for path, module in found.items() if _is_target(path, target_modules)}
 
 
 def _is_target(path: str, target_modules: list[str]) -> bool:
