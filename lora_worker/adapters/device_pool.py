@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from lora_worker.adapters.eviction import EvictionPolicy
+from lora_worker.adapters.host_adapter import HostAdapter
 from lora_worker.adapters.pages import PageAllocator
-from lora_worker.adapters.plan import HostAdapter
 from lora_worker.adapters.statistics import PoolCounters
 from lora_worker.kernels.pages import pages_for
 from lora_worker.lora.layer import LoraLayer, Place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lora_worker.adapters.eviction import EvictionPolicy
-from lora_worker.adapters.plan import HostAdapter
+from lora_worker.adapters.host_adapter import HostAdapter
 from lora_worker.adapters.statistics import PoolCounters
 
 # Says of a digest that it is not to be evicted.

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lora_worker.adapters.device_pool import DevicePool
+from lora_worker.adapters.host_adapter import HostAdapter
 from lora_worker.adapters.host_cache import HostCache
-from lora_worker.adapters.plan import AdapterPlanner, HostAdapter, LoadedAdapter
+from lora_worker.adapters.plan import AdapterPlanner, LoadedAdapter
 from lora_worker.adapters.readers import AdapterReaders
 from lora_worker.adapters.reference import AdapterReference, AdapterState
 from lora_worker.adapters.registry import AdapterRegistry

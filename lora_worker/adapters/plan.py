@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,34 +33,14 @@ from lora_worker.adapters.config_fields import (
     to_lora_config,
     unmatched,
 )
+from lora_worker.adapters.host_adapter import HostAdapter, HostMemory
 from lora_worker.adapters.reference import AdapterReference, LoadReport
-from lora_worker.adapters.weights import (
-    PICKLED,
-    SAFETENSORS,
-    BaseParameter,
-    Pair,
-    Placement,
-    match,
-    read_tensors,
-)
+from lora_worker.adapters.tensor_files import PICKLED, SAFETENSORS, read_shapes, read_tensors
+from lora_worker.adapters.weights import BaseParameter, Pair, Placement, match
 from lora_worker.errors import InvalidAdapterError
 from lora_worker.lora.layer import LoraPair
 
 PLACEMENTS_KEPT = 64
-
-
-@dataclass(frozen=True)
-class HostAdapter:
-    """An adapter's weights in host memory, in the dtype they are served in, keyed by module path."""
-
-    digest: str
-    pairs: dict[str, LoraPair]
-    rank: int
-    nbytes: int
-
-    @property
-    def has_bias(self) -> bool:
-        return any(pair.bias is not None for pair in self.pairs.values())
 
 
 class LoadedAdapter(NamedTuple):
@@ -124,20 +104,24 @@ class AdapterPlanner:
         before = _stamps(folder)
         config = read_config(name, folder)
         placements = self._placements_of(name, config)
+        base_parameter = cache(self._base_parameter)
+        match(name, placements, read_shapes(name, folder), base_parameter)
         tensors = read_tensors(name, folder)
+        matched = match(name, placements, tensors, base_parameter)
+        memory = HostMemory(sum(p.numbers for p in matched.values()), self._dtype, page_locked=self._page_locked)
+        digest = hashlib.sha256()
+        pairs = {}
+        for path, pair in matched.items():
+            placement = placements[path]
+            digest.update(f"{path} {placement.scaling!r}".encode())
+            for tensor in pair:
+                _add_content(digest, tensor)
+            pairs[path] = self._cast(name, path, pair, placement.scaling, memory)
         if _stamps(folder) != before:
             raise InvalidAdapterError(
                 f"the files of the adapter {name!r} in {folder} changed while they were read; load it again when they "
                 f"are written whole"
             )
-        digest = hashlib.sha256()
-        pairs = {}
-        for path, pair in match(name, placements, tensors, self._base_parameter).items():
-            placement = placements[path]
-            digest.update(f"{path} {placement.scaling!r}".encode())
-            for tensor in pair:
-                digest.update(b"none" if tensor is None else _content(tensor))
-            pairs[path] = self._cast(name, path, pair, placement.scaling)
         nbytes = sum(pair.nbytes for pair in pairs.values())
         ranks = sorted({placements[path].rank for path in pairs})
         adapter = HostAdapter(digest.hexdigest(), pairs, ranks[-1], nbytes)
@@ -205,7 +189,7 @@ class AdapterPlanner:
                 f"raise the setting max_lora_rank to at least {rank}"
             )
 
-    def _cast(self, name: str, path: str, pair: Pair, scaling: float) -> LoraPair:
+    def _cast(self, name: str, path: str, pair: Pair, scaling: float, memory: HostMemory) -> LoraPair:
         # The scaling goes into B once, in double precision, instead of into every step's products.
         bias = None if pair.bias is None else pair.bias.to(torch.float64) * scaling
         if pair.base_bias is not None:
@@ -214,9 +198,9 @@ class AdapterPlanner:
             change = pair.base_bias.to(torch.float64) - own.to(torch.float64)
             bias = change if bias is None else bias + change
         cast = LoraPair(
-            pair.a.to(self._dtype).contiguous(),
-            (pair.b.to(torch.float64) * scaling).to(self._dtype).t().contiguous(),
-            None if bias is None else bias.to(self._dtype),
+            memory.keep(pair.a),
+            memory.keep((pair.b.to(torch.float64) * scaling).t()),
+            None if bias is None else memory.keep(bias),
         )
         for part, tensor in zip(("lora_A", "lora_B", "bias"), cast, strict=True):
             if tensor is not None and not torch.isfinite(tensor).all():
@@ -224,9 +208,6 @@ class AdapterPlanner:
                     f"the adapter {name!r} has NaN or Inf in {part} of {path} (in {self._dtype}); "
                     f"export it again from a checkpoint with finite weights"
                 )
-        if self._page_locked:
-            bias = None if cast.bias is None else cast.bias.pin_memory()
-            return LoraPair(cast.a.pin_memory(), cast.b.pin_memory(), bias)
         return cast
 
     def _warnings(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -253,9 +234,12 @@ def _placement(module: Any) -> Placement:
     return Placement(a.shape[0], scaling, a.shape[1], b.shape[0], is_embedding=False, has_bias=has_bias)
 
 
-def _content(tensor: torch.Tensor) -> bytes:
-    form = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
-    return form + tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def _add_content(digest: hashlib._Hash, tensor: torch.Tensor | None) -> None:
+    if tensor is None:
+        digest.update(b"none")
+        return
+    digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    digest.update(tensor.contiguous().view(torch.uint8).numpy())
 
 
 def _stamps(folder: Path) -> list[tuple[int, int, int]]:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lora_worker.adapters.plan import AdapterPlanner, HostAdapter
+from lora_worker.adapters.host_adapter import HostAdapter
+from lora_worker.adapters.plan import AdapterPlanner
 from lora_worker.adapters.reference import AdapterReference
 from lora_worker.adapters.statistics import Durations
 from lora_worker.errors import AdapterError

@@ -1,19 +1,14 @@
-"""An adapter's tensors: read from its folder, and each given its place."""
+"""An adapter's tensors, each given its place."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from lora_worker.errors import InvalidAdapterError
-
-SAFETENSORS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 
 # PEFT saves `lora_A.weight`; some tools leave the adapter's name in the key, as PEFT has it while it trains.
 _KEY = re.compile(
@@ -57,31 +52,20 @@ class Pair(NamedTuple):
     bias: torch.Tensor | None = None
     base_bias: torch.Tensor | None = None
 
-
-def read_tensors(name: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of safetensors or, of a pickle, tensors alone; InvalidAdapterError for anything else."""
-    safe, pickled = folder / SAFETENSORS, folder / PICKLED
-    try:
-        if safe.is_file():
-            return load_file(safe)
-        if not pickled.is_file():
-            raise InvalidAdapterError(f"{folder} of the adapter {name!r} has no {SAFETENSORS}")
-        loaded = torch.load(pickled, map_location="cpu", weights_only=True)
-    except InvalidAdapterError:
-        raise
-    except (SafetensorError, OSError, EOFError) as error:
-        raise InvalidAdapterError(f"the weights of the adapter {name!r} in {folder} cannot be read: {error}") from None
-    except Exception as error:  # an unpickler raises errors of many classes; none of them has executed anything
-        raise InvalidAdapterError(f"{pickled} of the adapter {name!r} holds more than tensors: {error}") from None
-    if isinstance(loaded, dict) and all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
-        return loaded
-    raise InvalidAdapterError(f"{pickled} of the adapter {name!r} holds no mapping of names to tensors")
+    @property
+    def numbers(self) -> int:
+        """How many there are once the two biases are one."""
+        biases = [bias.numel() for bias in (self.bias, self.base_bias) if bias is not None]
+        return self.a.numel() + self.b.numel() + max(biases, default=0)
 
 
 def match(
     name: str, placements: dict[str, Placement], tensors: dict[str, torch.Tensor], base_parameter: BaseParameter
 ) -> dict[str, Pair]:
-    """Every placed module with its tensors, in a fixed order; nothing missing, nothing left over."""
+    """Every placed module with its tensors, in a fixed order; nothing missing, nothing left over.
+
+    Of tensors on the meta device the shapes alone are looked at.
+    """
     keys = {key: found for key in tensors if (found := _KEY.fullmatch(key))}
     adapters = sorted({found["adapter"] or "default" for found in keys.values()})
     if len(adapters) > 1:
@@ -139,7 +123,7 @@ def _changed_biases(
                 f"the adapter {name!r} carries {key} with the shape {list(tensor.shape)}, but the base model's has "
                 f"{list(base.shape)}; train on the base's own vocabulary, without resizing its embeddings"
             )
-        elif torch.equal(tensor.to(base.dtype), base):
+        elif tensor.is_meta or torch.equal(tensor.to(base.dtype), base):
             continue
         elif kind == "bias" and path in placements and not placements[path].is_embedding:
             biases[path] = tensor

@@ -17,7 +17,7 @@ from support.oracle import Oracle, engine_logits
 from support.tiny_models import EOS, ids_of, save_adapter
 from transformers import AutoModelForCausalLM
 
-from lora_worker.adapters.weights import read_tensors
+from lora_worker.adapters.tensor_files import read_tensors
 from lora_worker.engine import Engine
 from lora_worker.errors import InvalidAdapterError
 from lora_worker.settings import Settings
