@@ -66,20 +66,20 @@ REFUSED = {
     "use_bdlora": "block-diagonal matrices are another product",
     "arrow_config": "routes between adapters",
     "kasa_config": "another decomposition of the base",
-    "ensure_weight_tying": "acts on embeddings, which are not served",
+    "ensure_weight_tying": "ties the adapters of tied layers in training, not tried",
 }
 # Initialisations that leave the base model as it is; the others (PiSSA, OLoRA, CorDA, LoftQ, ...) subtract from it.
 HARMLESS_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 REQUIRED = ("r", "target_modules")
+# Far above what PEFT writes, and far below what would hurt.
+MAX_BYTES = 4 * 1024**2
+MAX_DEPTH = 32
 
 
 def read_config(name: str, folder: Path) -> dict[str, Any]:
     """The checked content of `adapter_config.json`; InvalidAdapterError names the file, the field and the remedy."""
     file = folder / CONFIG_FILE
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidAdapterError(f"{file} of the adapter {name!r} cannot be read as JSON: {error}") from None
+    config = _read_json(name, file)
     if not isinstance(config, dict):
         raise InvalidAdapterError(
             f"{file} of the adapter {name!r} is no JSON object; PEFT's save_pretrained writes one"
@@ -88,9 +88,6 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
         raise InvalidAdapterError(
             f"the adapter {name!r} has peft_type {config.get('peft_type')!r} in {file}; only 'LORA' is served"
         )
-    for field in REQUIRED:
-        if config.get(field) is None:
-            raise InvalidAdapterError(f"{file} of the adapter {name!r} lacks the field {field!r}, which PEFT writes")
     _check_initialisation(name, config)
     for field, value in config.items():
         if field not in SERVED and field not in WITHOUT_EFFECT and not _is_default(field, value):
@@ -98,6 +95,9 @@ def read_config(name: str, folder: Path) -> dict[str, Any]:
                 f"the adapter {name!r} sets {field} to {str(value)[:120]}, which this worker cannot serve exactly; "
                 f"only adapters without it are accepted"
             )
+    for field in REQUIRED:
+        if config.get(field) is None:
+            raise InvalidAdapterError(f"{file} of the adapter {name!r} lacks the field {field!r}, which PEFT writes")
     return config
 
 
@@ -126,6 +126,25 @@ def unmatched(config: dict[str, Any], paths: list[str]) -> list[str]:
             if all(get_pattern_key([pattern], path) != pattern for path in paths):
                 found.append(f"{field} has the pattern {pattern}, which matches no module")
     return found
+
+
+def _read_json(name: str, file: Path) -> Any:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+        found = json.loads(content)
+        if _is_deeper(found, MAX_DEPTH):
+            raise ValueError(f"it is more than {MAX_DEPTH} levels deep")
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidAdapterError(f"{file} of the adapter {name!r} cannot be read as JSON: {error}") from None
+    return found
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(levels == 0 or _is_deeper(each, levels - 1) for each in inner)
 
 
 def _check_initialisation(name: str, config: dict[str, Any]) -> None:

@@ -104,19 +104,8 @@ class AdapterPlanner:
         before = _stamps(folder)
         config = read_config(name, folder)
         placements = self._placements_of(name, config)
-        base_parameter = cache(self._base_parameter)
-        match(name, placements, read_shapes(name, folder), base_parameter)
-        tensors = read_tensors(name, folder)
-        matched = match(name, placements, tensors, base_parameter)
-        memory = HostMemory(sum(p.numbers for p in matched.values()), self._dtype, page_locked=self._page_locked)
-        digest = hashlib.sha256()
-        pairs = {}
-        for path, pair in matched.items():
-            placement = placements[path]
-            digest.update(f"{path} {placement.scaling!r}".encode())
-            for tensor in pair:
-                _add_content(digest, tensor)
-            pairs[path] = self._cast(name, path, pair, placement.scaling, memory)
+        tensors, matched = self._read(name, folder, placements)
+        digest, pairs = self._cast_all(name, placements, matched)
         if _stamps(folder) != before:
             raise InvalidAdapterError(
                 f"the files of the adapter {name!r} in {folder} changed while they were read; load it again when they "
@@ -124,7 +113,7 @@ class AdapterPlanner:
             )
         nbytes = sum(pair.nbytes for pair in pairs.values())
         ranks = sorted({placements[path].rank for path in pairs})
-        adapter = HostAdapter(digest.hexdigest(), pairs, ranks[-1], nbytes)
+        adapter = HostAdapter(digest, pairs, ranks[-1], nbytes)
         report = LoadReport(
             lora_name=name,
             source=str(folder),
@@ -138,6 +127,15 @@ class AdapterPlanner:
             seconds=round(time.monotonic() - started, 4),
         )
         return LoadedAdapter(adapter, report)
+
+    def _read(
+        self, name: str, folder: Path, placements: dict[str, Placement]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Pair]]:
+        """All tensors of the file, and those of each module; by their shapes first, which costs next to nothing."""
+        base_parameter = cache(self._base_parameter)
+        match(name, placements, read_shapes(name, folder), base_parameter)
+        tensors = read_tensors(name, folder)
+        return tensors, match(name, placements, tensors, base_parameter)
 
     def _placements_of(self, name: str, config: dict[str, Any]) -> dict[str, Placement]:
         # Patterns stay in the file's order: PEFT takes the first that matches.
@@ -189,6 +187,21 @@ class AdapterPlanner:
                 f"raise the setting max_lora_rank to at least {rank}"
             )
 
+    def _cast_all(
+        self, name: str, placements: dict[str, Placement], matched: dict[str, Pair]
+    ) -> tuple[str, dict[str, LoraPair]]:
+        """The content's digest, and what is served of it."""
+        memory = HostMemory(sum(p.numbers for p in matched.values()), self._dtype, page_locked=self._page_locked)
+        digest = hashlib.sha256()
+        pairs = {}
+        for path, pair in matched.items():
+            scaling = placements[path].scaling
+            digest.update(f"{path} {scaling!r}".encode())
+            for tensor in pair:
+                _add_content(digest, tensor)
+            pairs[path] = self._cast(name, path, pair, scaling, memory)
+        return digest.hexdigest(), pairs
+
     def _cast(self, name: str, path: str, pair: Pair, scaling: float, memory: HostMemory) -> LoraPair:
         # The scaling goes into B once, in double precision, instead of into every step's products.
         bias = None if pair.bias is None else pair.bias.to(torch.float64) * scaling
@@ -214,7 +227,7 @@ class AdapterPlanner:
         found = []
         base = config.get("base_model_name_or_path")
         served = str(getattr(self._config, "_name_or_path", "") or "")
-        if base and Path(base).name.lower() != Path(served).name.lower():
+        if base and Path(str(base)).name.lower() != Path(served).name.lower():
             found.append(f"trained on {base!r}, served on {served!r}; the shapes fit")
         dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
         wanted = str(self._dtype).removeprefix("torch.")
@@ -239,7 +252,7 @@ def _add_content(digest: hashlib._Hash, tensor: torch.Tensor | None) -> None:
         digest.update(b"none")
         return
     digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
 
 
 def _stamps(folder: Path) -> list[tuple[int, int, int]]:

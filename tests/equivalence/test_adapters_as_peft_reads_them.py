@@ -244,6 +244,15 @@ def test_what_matches_nothing_and_another_base_are_warnings(
     assert plain_engine.list_lora_adapters()["warned"]["report"]["warnings"] == list(said)
 
 
+def test_a_base_that_is_named_by_a_number_is_another_base(
+    plain_engine: Engine, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = save_adapter(tiny_model("llama"), tmp_path / "numbered", seed=9, r=4, target_modules=["q_proj"])
+    change_config(base_model_name_or_path=5)(folder)
+    report = plain_engine.load_lora_adapter("numbered", str(folder))["report"]
+    assert any("trained on 5" in warning for warning in report["warnings"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_another_dtype_is_cast_and_said(dtype: torch.dtype, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     folder = save_adapter(tiny_model("llama"), tmp_path / "cast", seed=9, r=4, target_modules=["q_proj"])
@@ -298,6 +307,16 @@ def replace_by_pickle(folder: Path) -> None:
 def replace_by_list(folder: Path) -> None:
     (folder / "adapter_model.safetensors").unlink()
     torch.save([torch.ones(2)], folder / "adapter_model.bin")
+
+
+def replace_by_bin(edit: Callable[[dict[Any, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors: dict[Any, torch.Tensor] = dict(load_file(folder / "adapter_model.safetensors"))
+        (folder / "adapter_model.safetensors").unlink()
+        edit(tensors)
+        torch.save(tensors, folder / "adapter_model.bin")
+
+    return change
 
 
 def truncate(folder: Path) -> None:
@@ -363,6 +382,26 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "olora": (change_config(init_lora_weights="olora"), ["olora"]),
     "truncated": (truncate, ["cannot be read"]),
     "list-in-bin": (replace_by_list, ["no mapping of names to tensors"]),
+    "numbered-in-bin": (replace_by_bin(lambda t: t.update({0: torch.ones(1)})), ["no mapping of names to tensors"]),
+    "sparse-in-bin": (replace_by_bin(lambda t: t.update({KEY: t[KEY].to_sparse()})), [KEY, "sparse"]),
+    "empty-in-bin": (replace_by_bin(lambda t: t.update({KEY: t[KEY].to("meta")})), [KEY, "without content"]),
+    "no-header": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\2" + bytes(7) + b"[]"),
+        ["header"],
+    ),  # type: ignore[dict-item]
+    "nested-header": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(  # type: ignore[dict-item]
+            (200_000).to_bytes(8, "little") + b"[" * 200_000
+        ),
+        ["cannot be read"],
+    ),
+    "deep": (
+        lambda folder: (folder / "adapter_config.json").write_text("[" * 200_000),
+        ["adapter_config.json", "deep"],
+    ),  # type: ignore[dict-item]
+    "rather-deep": (change_config(use_quantum=json.loads("[" * 500 + "]" * 500)), ["adapter_config.json", "deep"]),
+    "huge": (change_config(task_type="x" * 20_000_000), ["adapter_config.json", "bytes"]),
+    "experts-alone": (change_config(target_parameters=["mlp.experts.up"], target_modules=None), ["target_parameters"]),
     "no-weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), ["adapter_model.safetensors"]),
     "code": (replace_by_pickle, ["adapter_model.bin", "more than tensors"]),
 }
