@@ -36,8 +36,9 @@ class DevicePool:
     """Slots and pages over all LoRA layers. Owned by the engine thread.
 
     An adapter is held by every started row that uses it; a held or pinned adapter is never a victim. On CUDA an adapter
-    is copied on a stream of its own, beside the steps, and is ready when the copy has ended; the pages it goes to are
-    of no running step, since every step's tokens are fetched before the next load.
+    is copied on a stream of its own, beside the steps that follow, and is ready when the copy has ended. The copy waits
+    for what was launched before it: a step of prompts alone fetches nothing, so it may still run when a row of it is
+    cancelled and its adapter's pages are given to another.
     """
 
     def __init__(
@@ -126,18 +127,26 @@ class DevicePool:
         """Copy an adapter into a slot, evicting others where need be, in the policy's order.
 
         Evicts nothing that `spares` names. Returns whether there was room; nothing is changed where there was none.
+        Raises whatever torch does where memory lacks; slot and pages are free then.
         """
         assert adapter.digest not in self._residents, f"{adapter.digest} is resident already"
         count = pages_for(adapter.rank)
         victims = self._victims(count, spares)
         if victims is None:
             return False
+        for layer in (self._layers[path] for path in adapter.pairs):
+            if not layer.is_allocated:
+                self._allocate(layer)
         for victim in victims:
             self.remove(victim)
             self._counters.evictions += 1
         started = time.monotonic()
         place = Place(*self._allocator.take(count))
-        copied = self._copy(adapter, place)
+        try:
+            copied = self._copy(adapter, place)
+        except BaseException:
+            self._allocator.give_back(*place)
+            raise
         self._residents[adapter.digest] = _Resident(place, adapter.nbytes, copied)
         self._policy.added(adapter.digest)
         self._counters.copies.add(time.monotonic() - started)
@@ -191,9 +200,8 @@ class DevicePool:
         return victims if slots and pages >= count else None
 
     def _copy(self, adapter: HostAdapter, place: Place) -> torch.cuda.Event | None:
-        for path in adapter.pairs:
-            if not self._layers[path].is_allocated:
-                self._allocate(self._layers[path])
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self._beside():
             for path, layer in self._layers.items():
                 if layer.is_allocated:

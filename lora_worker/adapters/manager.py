@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from lora_worker.adapters.device_pool import DevicePool
 from lora_worker.adapters.host_adapter import HostAdapter
-from lora_worker.adapters.host_cache import HostCache
+from lora_worker.adapters.host_cache import HostCache, Spares
 from lora_worker.adapters.plan import AdapterPlanner, LoadedAdapter
 from lora_worker.adapters.readers import AdapterReaders
 from lora_worker.adapters.reference import AdapterReference, AdapterState
@@ -18,6 +21,10 @@ from lora_worker.adapters.statistics import AdapterWaits, PoolCounters
 from lora_worker.errors import AdapterConflictError, AdapterError
 from lora_worker.kernels.pages import pages_for
 from lora_worker.lora.layer import Place
+
+COPY_AGAIN_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 def _nobody(_: str) -> bool:
@@ -61,7 +68,10 @@ class AdapterManager:
         self._pin_room = pin_room
         self._is_wanted = is_wanted
         self._on_read_failed = on_read_failed
-        self.read_errors: dict[str, str] = {}  # by digest, why it could not be read, until it can
+        self.errors: dict[str, str] = {}  # by digest, why it could not be read or copied, until it can
+        self._copy_again_at: dict[
+            str, float
+        ] = {}  # by digest, when a pinned one that could not be copied is tried again
         self._readers = AdapterReaders(
             planner,
             self.counters.reads,
@@ -169,23 +179,31 @@ class AdapterManager:
     def prepare(self, reference: AdapterReference, spared: Callable[[str], bool] = _nobody) -> bool:
         """Bring the adapter into a slot, if it is in host memory and there is room; returns whether rows can use it.
 
-        No adapter leaves its slot for it whose name is `spared`.
+        No adapter leaves its slot for it whose name is `spared`. Raises AdapterError where it could not be copied.
         """
         if reference.digest not in self.pool:
             adapter = self.cache.get(reference.digest)
             if adapter is None:
                 self.fetch(reference.name)
                 return False
-            if not self.pool.load(adapter, self._by_digest(spared)):
+            if not self._copy(reference.name, adapter, self._by_digest(spared)):
                 return False
         return self.pool.is_ready(reference.digest)
 
-    def prepare_pinned(self) -> bool:
-        """Bring pinned adapters into their slots, before any row asks; returns whether all are there."""
-        waiting = [r for r in self.registry.pinned() if not self.pool.is_ready(r.digest)]
-        # Each of them is prepared, also where an earlier one is not ready.
-        found = [self.prepare(reference) for reference in waiting]
-        return all(found)
+    def prepare_pinned(self) -> None:
+        """Bring pinned adapters into their slots, before any row asks; what can't be copied is tried again later."""
+        now = time.monotonic()
+        for reference in self.registry.pinned():
+            if not self.pool.is_ready(reference.digest) and now >= self._copy_again_at.get(reference.digest, 0):
+                with suppress(AdapterError):  # it is among `errors`
+                    self.prepare(reference)
+
+    def are_pinned_ready(self) -> bool:
+        """Whether all pinned adapters are in their slots; raises AdapterError where one can't be served."""
+        for error in (self.errors.get(reference.digest) for reference in self.registry.pinned()):
+            if error is not None:
+                raise AdapterError(error)
+        return all(self.pool.is_ready(reference.digest) for reference in self.registry.pinned())
 
     def is_pinned(self, name: str) -> bool:
         reference = self.registry.find(name)
@@ -193,7 +211,8 @@ class AdapterManager:
 
     def pinned_without_slot(self) -> list[str]:
         """The pinned adapters that could be copied if they had room."""
-        return [r.name for r in self.registry.pinned() if r.digest not in self.pool and r.digest in self.cache]
+        waiting = [reference for reference in self.registry.pinned() if reference.digest not in self.pool]
+        return [r.name for r in waiting if r.digest in self.cache and r.digest not in self.errors]
 
     def hold(self, digest: str) -> Place:
         """A row starts; returns where its adapter is."""
@@ -229,21 +248,39 @@ class AdapterManager:
     def _spares_wanted(self, digest: str) -> bool:
         return self._by_digest(self._is_wanted)(digest)
 
+    def _copy(self, name: str, adapter: HostAdapter, spares: Spares) -> bool:
+        """Copy an adapter into a slot; returns whether there was room."""
+        try:
+            was_copied = self.pool.load(adapter, spares)
+        except Exception as error:  # torch's, of whatever lacks
+            sentence = f"the adapter {name!r} could not be copied into a slot: {type(error).__name__}: {error}"[:500]
+            if self.errors.get(adapter.digest) != sentence:
+                logger.exception("An adapter is not served: %s", sentence)
+            self.errors[adapter.digest] = sentence
+            self._copy_again_at[adapter.digest] = time.monotonic() + COPY_AGAIN_SECONDS
+            raise AdapterError(sentence) from None
+        self._forget_errors(adapter.digest)
+        return was_copied
+
+    def _forget_errors(self, digest: str) -> None:
+        self.errors.pop(digest, None)
+        self._copy_again_at.pop(digest, None)
+
     def _forget_if_unused(self, digest: str) -> None:
         if self.registry.names_of(digest):
             return
-        self.read_errors.pop(digest, None)
+        self._forget_errors(digest)
         self.cache.drop(digest)
         if digest in self.pool and not self.pool.held(digest):
             self.pool.remove(digest)
 
     def _on_read(self, adapter: HostAdapter) -> None:
-        self.read_errors.pop(adapter.digest, None)
+        self._forget_errors(adapter.digest)
         if self.registry.names_of(adapter.digest):
             self.cache.put(adapter, self._spares_wanted)
 
     def _on_failed(self, digest: str, error: AdapterError) -> None:
         names = set(self.registry.names_of(digest))
         if names:
-            self.read_errors[digest] = str(error)
+            self.errors[digest] = str(error)
         self._on_read_failed(names, error)

@@ -62,7 +62,7 @@ def adapter_here(adapters: AdapterManager, digest: str) -> AdapterOnWorker:
         last_used=pool.last_used(digest),
         used_bytes=used,
         wasted_bytes=wasted,
-        error=adapters.read_errors.get(digest),
+        error=adapters.errors.get(digest),
     )
 
 

@@ -179,7 +179,7 @@ class Engine(AdapterMethods):
     def _load_configured(self) -> None:
         for entry in self.settings.lora_paths:
             self._load_entry(entry)
-        while not self._thread.call(self._core.adapters.prepare_pinned):
+        while not self._thread.call(self._core.adapters.are_pinned_ready):
             time.sleep(PINNED_LOOK_SECONDS)
 
     def _load_entry(self, entry: LoraPath) -> None:

@@ -57,7 +57,7 @@ class RegisteredAdapters:
 
     def _here(self) -> dict[str, AdapterOnWorker]:
         adapters = self._core.adapters
-        places = (adapters.cache, adapters.pool, adapters.read_errors)
+        places = (adapters.cache, adapters.pool, adapters.errors)
         return {
             reference.name: adapter_here(adapters, reference.digest)
             for reference in adapters.registry

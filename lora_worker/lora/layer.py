@@ -93,7 +93,7 @@ class LoraLayer(nn.Module, ABC):
 
     @abstractmethod
     def allocate(self, slots: int, pages: int) -> int:
-        """Make room for `pages` pages of `slots` adapters; returns the bytes taken."""
+        """Make room for `pages` pages of `slots` adapters; returns the bytes taken, none where it raises."""
 
     @property
     @abstractmethod
@@ -137,10 +137,10 @@ class LoraLinear(LoraLayer):
         self._is_output = is_output
 
     def allocate(self, slots: int, pages: int) -> int:
-        self.a = zeros(pages * PAGE_RANKS, self.in_features, like=self.weight)
-        self.b = zeros(pages * PAGE_RANKS, self.out_features, like=self.weight)
+        a = zeros(pages * PAGE_RANKS, self.in_features, like=self.weight)
+        b = zeros(pages * PAGE_RANKS, self.out_features, like=self.weight)
         self.bias_delta = zeros(slots, self.out_features, like=self.weight)
-        self.is_allocated = True
+        self.a, self.b, self.is_allocated = a, b, True
         return self.a.nbytes + self.b.nbytes + self.bias_delta.nbytes
 
     @property
@@ -182,9 +182,9 @@ class LoraEmbedding(LoraLayer):
         self.embedding_dim = base.embedding_dim
 
     def allocate(self, slots: int, pages: int) -> int:  # noqa: ARG002 - an embedding has no bias, so none a slot
-        self.a = zeros(pages, self.num_embeddings, PAGE_RANKS, like=self.weight)
+        a = zeros(pages, self.num_embeddings, PAGE_RANKS, like=self.weight)
         self.b = zeros(pages * PAGE_RANKS, self.embedding_dim, like=self.weight)
-        self.is_allocated = True
+        self.a, self.is_allocated = a, True
         return self.a.nbytes + self.b.nbytes
 
     @property
