@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from lora_worker.adapters.eviction import EvictionPolicy
 from lora_worker.adapters.host_adapter import HostAdapter
@@ -42,9 +42,13 @@ class HostCache:
             self._policy.used(digest)
         return adapter
 
-    def has_room(self, nbytes: int, spares: Spares) -> bool:
-        """Whether so large an adapter would fit with all that `spares` names staying."""
-        count, total = len(self._adapters) + 1, self.nbytes + nbytes
+    def holds_any(self, spares: Spares) -> bool:
+        """Whether `spares` names anything that is here."""
+        return any(map(spares, self._adapters))
+
+    def has_room(self, sizes: Collection[int], spares: Spares) -> bool:
+        """Whether adapters of so many bytes each would fit with all that `spares` names staying."""
+        count, total = len(self._adapters) + len(sizes), self.nbytes + sum(sizes)
         for digest in self._policy:
             if count <= self._max_adapters and total <= self._max_bytes:
                 return True

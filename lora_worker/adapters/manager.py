@@ -92,7 +92,7 @@ class AdapterManager:
             self._check_pin(report.lora_name, adapter.rank, adapter.digest)
         reference = loaded.reference(pinned=pinned)
         before = self.registry.register(reference, replace_content=replace)
-        self.cache.put(adapter, self._spares_wanted)
+        self.cache.put(adapter, self._is_next)
         if before is not None:
             self._forget_if_unused(before.digest)
         return reference
@@ -126,7 +126,7 @@ class AdapterManager:
         reference = self.registry.get(name)
         self._check_pin(name, reference.rank, reference.digest)
         if adapter is not None and adapter.digest == reference.digest:
-            self.cache.put(adapter, self._spares_wanted)
+            self.cache.put(adapter, self._is_next)
         self.registry.set_pinned(name, pinned=True)
 
     def unpin(self, name: str) -> bool:
@@ -167,13 +167,18 @@ class AdapterManager:
     def fetch(self, name: str, *, is_urgent: bool = False) -> None:
         """Have an adapter read into host memory, unless it is there.
 
-        Unless it is urgent, nor where it would drive out what comes before it.
+        Unless it is urgent, nor where it would drive out what comes before it. Where host memory is too small for more,
+        one is read at a time, once those before it are in their slots.
         """
         reference = self.registry.find(name)
         if reference is None or reference.digest in self.cache or reference.digest in self.pool:
             return
-        has_room = is_urgent or self.cache.has_room(reference.nbytes, self._spares_wanted) or not self._readers.reading
-        if has_room and self._readers.can_start(reference.digest):
+        if not self._readers.can_start(reference.digest):
+            return
+        coming = self._readers.coming()
+        sizes = [reference.nbytes, *(other.nbytes for other in coming)]
+        comes_next = is_urgent or not (coming or self.cache.holds_any(self._is_next))
+        if comes_next or self.cache.has_room(sizes, self._is_next):
             self._readers.start(reference)
 
     def prepare(self, reference: AdapterReference, spared: Callable[[str], bool] = _nobody) -> bool:
@@ -245,8 +250,9 @@ class AdapterManager:
     def _by_digest(self, spared: Callable[[str], bool]) -> Callable[[str], bool]:
         return lambda digest: any(map(spared, self.registry.names_of(digest)))
 
-    def _spares_wanted(self, digest: str) -> bool:
-        return self._by_digest(self._is_wanted)(digest)
+    def _is_next(self, digest: str) -> bool:
+        """Whether rows wait for its copy into a slot."""
+        return digest not in self.pool and any(map(self._is_wanted, self.registry.names_of(digest)))
 
     def _copy(self, name: str, adapter: HostAdapter, spares: Spares) -> bool:
         """Copy an adapter into a slot; returns whether there was room."""
@@ -277,7 +283,7 @@ class AdapterManager:
     def _on_read(self, adapter: HostAdapter) -> None:
         self._forget_errors(adapter.digest)
         if self.registry.names_of(adapter.digest):
-            self.cache.put(adapter, self._spares_wanted)
+            self.cache.put(adapter, self._is_next)
 
     def _on_failed(self, digest: str, error: AdapterError) -> None:
         names = set(self.registry.names_of(digest))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from lora_worker.adapters.host_adapter import HostAdapter
 from lora_worker.adapters.plan import AdapterPlanner
@@ -14,14 +15,31 @@ from lora_worker.adapters.reference import AdapterReference
 from lora_worker.adapters.statistics import Durations
 from lora_worker.errors import AdapterError
 
-READER_THREADS = 2
+READS_AT_ONCE = 8
+STALLED_SECONDS = 5.0
+MAX_THREADS = 64
 READ_AGAIN_SECONDS = 1.0
+CLOSE_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
 
+class _Read(NamedTuple):
+    reference: AdapterReference
+    thread: threading.Thread
+    started: float
+
+    @property
+    def is_stalled(self) -> bool:
+        return time.monotonic() - self.started >= STALLED_SECONDS
+
+
 class AdapterReaders:
-    """Threads that read. Used by the engine thread, but for `read`, which any thread may call.
+    """Reads, each on a thread of its own. Used by the engine thread, but for `read`, which any thread may call.
+
+    A read may never end (a share that hangs), and nothing can stop its thread. So one that has taken STALLED_SECONDS no
+    longer counts among the READS_AT_ONCE, and delays the requests of its own adapter alone. An adapter is read once at
+    a time, and MAX_THREADS bounds those that hang: beyond them nothing is read until one has ended.
 
     Args:
         locate: the folder of a registered adapter.
@@ -45,14 +63,12 @@ class AdapterReaders:
         self._post = post
         self._on_read = on_read
         self._on_failed = on_failed
-        self._reading: set[str] = set()
-        self._read_after: dict[str, float] = {}
-        self._threads = ThreadPoolExecutor(READER_THREADS, "adapter-reader")
+        self._reads: dict[str, _Read] = {}  # by digest
+        self._read_after: dict[str, float] = {}  # by digest, of what failed a moment ago
 
-    @property
-    def reading(self) -> int:
-        """Reads that run or wait for a thread."""
-        return len(self._reading)
+    def coming(self) -> list[AdapterReference]:
+        """What is being read, but for what has stalled."""
+        return [read.reference for read in self._reads.values() if not read.is_stalled]
 
     def read(self, reference: AdapterReference) -> HostAdapter:
         """The weights of a registered adapter; InvalidAdapterError where its files have changed."""
@@ -61,15 +77,21 @@ class AdapterReaders:
         return adapter
 
     def can_start(self, digest: str) -> bool:
-        return digest not in self._reading and time.monotonic() >= self._read_after.get(digest, 0)
+        if digest in self._reads or time.monotonic() < self._read_after.get(digest, 0):
+            return False
+        return len(self.coming()) < READS_AT_ONCE and len(self._reads) < MAX_THREADS
 
     def start(self, reference: AdapterReference) -> None:
-        """Read on a thread of their own."""
-        self._reading.add(reference.digest)
-        self._threads.submit(self._run, reference)
+        """Read on a thread of its own."""
+        thread = threading.Thread(target=self._run, args=(reference,), name="adapter-reader", daemon=True)
+        self._reads[reference.digest] = _Read(reference, thread, time.monotonic())
+        thread.start()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Let reads that are about to end do so; what hangs is left behind."""
+        until = time.monotonic() + CLOSE_SECONDS
+        for read in self._reads.values():
+            read.thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self, reference: AdapterReference) -> None:
         started = time.monotonic()
@@ -87,13 +109,15 @@ class AdapterReaders:
         self._post(lambda: self._failed(reference.digest, failure))
 
     def _done(self, adapter: HostAdapter, seconds: float) -> None:
-        self._reading.discard(adapter.digest)
+        self._reads.pop(adapter.digest)
         self._read_after.pop(adapter.digest, None)
         self._durations.add(seconds)
         self._on_read(adapter)
 
     def _failed(self, digest: str, error: AdapterError) -> None:
-        self._reading.discard(digest)
-        self._read_after[digest] = time.monotonic() + READ_AGAIN_SECONDS
+        self._reads.pop(digest)
+        now = time.monotonic()
+        self._read_after = {other: after for other, after in self._read_after.items() if after > now}
+        self._read_after[digest] = now + READ_AGAIN_SECONDS
         logger.error("An adapter is not served: %s", error)
         self._on_failed(digest, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -219,35 +218,6 @@ def test_slots_and_one_adapter_in_a_cycle_cost_one_load_an_adapter(
     pool = engine.info()["pool"]
     assert pool["loads"] == len(paths)
     assert pool["hits"] == len(rows) - len(paths)
-
-
-def test_a_slow_source_delays_its_own_requests_only(
-    make_engine: Callable[..., Engine], paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(lora_paths=[f"{name}={path}" for name, path in paths.items()], max_loaded_loras=1)
-    planner = engine._core.adapters.planner
-    load, may_read, is_reading = planner.load, threading.Event(), threading.Event()
-
-    def slow(name: str, folder: Path) -> object:
-        if name == "narrow":
-            is_reading.set()
-            assert may_read.wait(60)
-        return load(name, folder)
-
-    monkeypatch.setattr(planner, "load", slow)
-    last = list(paths)[-1]
-    assert last not in ("narrow", "attention")
-    held_up = Row(engine, model="narrow", prompt=[1], max_tokens=4)
-    assert is_reading.wait(60)
-    others = [Row(engine, model=name, prompt=[1], max_tokens=4) for name in (last, "attention", last)]
-    for row in others:
-        row.answer()
-    assert not held_up.started.is_set()
-    may_read.set()
-    assert held_up.answer()
-    reads = engine.info()["pool"]["reads_from_files"]
-    assert reads["count"] >= 2
-    assert reads["max_seconds"] > 0
 
 
 def test_what_comes_next_is_read_ahead_while_no_row_is_free(
