@@ -64,12 +64,15 @@ def locate(reference: AdapterReference, roots: Sequence[Path], *, allow_hub: boo
 
 
 def portable_path(lora_path: str | None, folder: Path, roots: Sequence[Path]) -> str:
-    """What other workers are told of an adapter's place: relative to its root, a hub's id, or the folder itself."""
+    """What other workers are told of an adapter's place: relative to its root, a hub's id, or the folder itself.
+
+    The hub's id has the commit that was read, by which its cache names the folder, whatever is pushed later.
+    """
     for root in (root.resolve() for root in roots):
         if folder.is_relative_to(root):
             return str(folder.relative_to(root))
-    is_hub_id = lora_path is not None and not Path(lora_path).exists() and HUB_ID.fullmatch(lora_path)
-    return str(lora_path) if is_hub_id else str(folder)
+    hub_id = None if lora_path is None or Path(lora_path).exists() else HUB_ID.fullmatch(lora_path)
+    return str(folder) if hub_id is None else f"{hub_id['repository']}@{folder.name}"
 
 
 def _under_root(lora_path: str, root: Path) -> Path | None:

@@ -114,7 +114,8 @@ def _eos_ids(folder: Path, model: PreTrainedModel) -> frozenset[int]:
     """The ids at which transformers' `generate` ends: the generation config's, else the model config's."""
     ids = model.config.eos_token_id
     if (folder / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(folder).eos_token_id or ids
+        generation_ids = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids = ids if generation_ids is None else generation_ids
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from lora_worker.engine import Engine
 from lora_worker.errors import UnsupportedModelError
+from lora_worker.models.loading import load_model
 from lora_worker.settings import Settings
 
 
@@ -37,3 +39,13 @@ def test_rope_that_looks_at_the_longest_row_is_bounded_to_where_it_does_not(
     start(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"max_model_len is 101.*up to 100"):
         start(tmp_path, max_model_len=101)
+
+
+def test_an_end_of_sequence_of_the_generation_config_counts_also_where_it_is_zero(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model("llama"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    loaded = load_model(Settings(model=tmp_path, device="cpu", dtype="float32"))
+    loaded.attention.close()
+    assert loaded.eos_ids == {0}

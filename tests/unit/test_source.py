@@ -127,5 +127,11 @@ def test_what_another_worker_registered_is_found_under_this_ones_roots_and_nowhe
     assert locate(registered(outside, None), [root]) == outside
 
 
-def test_a_hubs_adapter_is_registered_by_its_id(tmp_path: Path) -> None:
-    assert portable_path("owner/name@main", make_folder(tmp_path / "cache"), []) == "owner/name@main"
+@pytest.mark.parametrize("hub_id", ["owner/name", "owner/name@main", f"owner/name@{COMMIT}"])
+def test_a_hubs_adapter_is_registered_by_the_commit_that_was_read(hub_id: str, hub_cache: Path, tmp_path: Path) -> None:
+    """What is pushed later doesn't change what the name stands for, on any worker."""
+    told = portable_path(hub_id, resolve_task_path("x", hub_id, [], allow_hub=True), [])
+    assert told == f"owner/name@{COMMIT}"
+    (hub_cache.parents[1] / "refs" / "main").write_text("f" * 40)
+    make_folder(hub_cache.parent / ("f" * 40))
+    assert locate(registered(tmp_path / "elsewhere", told), [], allow_hub=True).samefile(hub_cache)
