@@ -14,6 +14,7 @@ from support.worker_process import wait_for
 from lora_worker.adapters import readers
 from lora_worker.adapters.plan import AdapterPlanner, LoadedAdapter
 from lora_worker.engine import Engine
+from lora_worker.errors import InvalidAdapterError
 
 
 class Sources:
@@ -96,6 +97,21 @@ def test_reads_are_bounded_whether_or_not_they_hang(
     assert len(sources.reading) == 2
     sources.may_read.set()
     assert all(row.answer() for row in rows)
+
+
+def test_failed_reads_are_remembered_for_a_moment_only(
+    away: Engine, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: AdapterPlanner, name: str, folder: Path) -> LoadedAdapter:
+        raise InvalidAdapterError(f"{folder} of {name} is away")
+
+    monkeypatch.setattr(AdapterPlanner, "load", fails)
+    monkeypatch.setattr(readers, "READ_AGAIN_SECONDS", 0.0)
+    for name in paths:
+        with pytest.raises(InvalidAdapterError, match="is away"):
+            short(away, name).answer()
+        away.registered.apply({name: None})
+    assert len(away._core.adapters._readers._read_after) <= 1
 
 
 def test_an_engine_closes_while_a_source_hangs(away: Engine, sources: Sources) -> None:
