@@ -84,8 +84,8 @@ class AdapterReaders:
     def start(self, reference: AdapterReference) -> None:
         """Read on a thread of its own."""
         thread = threading.Thread(target=self._run, args=(reference,), name="adapter-reader", daemon=True)
-        self._reads[reference.digest] = _Read(reference, thread, time.monotonic())
         thread.start()
+        self._reads[reference.digest] = _Read(reference, thread, time.monotonic())
 
     def close(self) -> None:
         """Let reads that are about to end do so; what hangs is left behind."""

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lora_worker.adapters.reference import check_name
-from lora_worker.adapters.report import adapter_status
 from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
+from lora_worker.adapters.status import adapter_status
 from lora_worker.errors import AdapterTimeoutError
 from lora_worker.settings import Settings
 

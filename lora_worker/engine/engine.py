@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
-from lora_worker.adapters.report import pool_info
+from lora_worker.adapters.status import pool_info
 from lora_worker.engine.adapter_methods import AdapterMethods
 from lora_worker.engine.building import build
 from lora_worker.engine.registered import RegisteredAdapters

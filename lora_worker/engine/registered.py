@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lora_worker.adapters.reference import AdapterReference, check_name
-from lora_worker.adapters.report import adapter_here
 from lora_worker.adapters.source import portable_path, resolve_task_path
+from lora_worker.adapters.status import adapter_here
 from lora_worker.messages import AdapterOnWorker
 from lora_worker.settings import Settings
 
