@@ -16,7 +16,7 @@ from lora_worker.adapters.statistics import Durations
 from lora_worker.errors import AdapterError
 
 READS_AT_ONCE = 8
-STALLED_SECONDS = 5.0
+STALLED_SECONDS = 2.0
 MAX_THREADS = 64
 READ_AGAIN_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
