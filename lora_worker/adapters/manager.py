@@ -69,9 +69,8 @@ class AdapterManager:
         self._is_wanted = is_wanted
         self._on_read_failed = on_read_failed
         self.errors: dict[str, str] = {}  # by digest, why it could not be read or copied, until it can
-        self._copy_again_at: dict[
-            str, float
-        ] = {}  # by digest, when a pinned one that could not be copied is tried again
+        # By digest, when a pinned one that could not be copied is tried again.
+        self._copy_again_at: dict[str, float] = {}
         self._readers = AdapterReaders(
             planner,
             self.counters.reads,
