@@ -55,6 +55,8 @@ def worker_configuration(settings: Settings) -> dict[str, Any]:
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,
+        # An error that Redis answers with (it has become a replica, its disk is full, a script holds it up) passes.
+        "broker_channel_error_retry": True,
         "worker_disable_rate_limits": True,
         "worker_send_task_events": True,
         # STARTED would be written by the trace, which runs when the row has ended.

@@ -18,7 +18,8 @@ from lora_worker.messages import GENERATE
 
 def partition_of(lora_name: str, partitions: int) -> int:
     """The number of an adapter's partition: CRC-32 (as in zlib and PNG) of its UTF-8 bytes, modulo `partitions`."""
-    return crc32(lora_name.encode()) % partitions
+    # JSON can carry halves of surrogate pairs, of which no UTF-8 exists; no adapter is called so.
+    return crc32(lora_name.encode(errors="surrogatepass")) % partitions
 
 
 def queue_for(task: str, model: object, keys: Keys, *, base_name: str | None = None) -> str:

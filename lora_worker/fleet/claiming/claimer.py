@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from lora_worker.fleet.claiming.claims import Claims, Limits, Load
-from lora_worker.fleet.claiming.forwarding import Forwarder, Target, task_and_model
+from lora_worker.fleet.claiming.forwarding import Forwarder, Target
 from lora_worker.fleet.keys import PRIORITY_STEPS, Keys, list_of
 from lora_worker.fleet.members import Members
 
@@ -123,18 +123,24 @@ class Claimer:
         if peers:
             self._hand_over({peers[i].decode(): peers[i + 1] for i in range(0, len(peers), 2)})
 
-    def target(self, queue: str, priority: int, opened: Callable[[], tuple[Any, Any]]) -> Target | None:
+    def has_choice(self, queue: str) -> bool:
+        """Whether a message that was claimed from here may belong elsewhere."""
+        members, keys = self._here.members, self._here.keys
+        if members is None:  # the own lease has lapsed meanwhile: whoever is restored this message finds it as it was
+            return False
+        # Whoever sent it to this worker's own queue had a reason.
+        here = (keys.manage, keys.base, keys.direct(self._here.worker_id))
+        return queue == keys.inbox or (members.has_pins and queue not in here)
+
+    def target(self, queue: str, task: str, model: object, priority: int) -> Target | None:
         """Where a claimed message goes on to; None: it is run here."""
         members = self._here.members
-        assert members is not None
+        if members is None:
+            return None
         if queue == self._here.keys.inbox:
             has_room = self._policy.takes_base(self._load(), self._credit, is_alone=self._is_alone) > 0
-            return self._forwarder.of_inbox(*task_and_model(*opened()), priority, members, has_room=has_room)
-        if queue in (self._here.keys.manage, self._here.keys.base) or not members.has_pins:
-            return None
-        if queue == self._here.keys.direct(self._here.worker_id):
-            return None  # whoever sent it here had a reason
-        return self._forwarder.to_pinning(task_and_model(*opened())[1], priority, members)
+            return self._forwarder.of_inbox(task, model, priority, members, has_room=has_room)
+        return self._forwarder.to_pinning(model, priority, members)
 
     def _prepared(self, load: Load, limits: Limits, stuck: list[str]) -> PreparedClaim:
         keys = self._here.keys

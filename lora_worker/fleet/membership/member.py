@@ -27,6 +27,7 @@ SHORTEST_TIMEOUT_SECONDS, LONGEST_TIMEOUT_SECONDS = 0.5, 5.0
 STEWARD_TIMEOUT_SECONDS = 5.0
 LEAVE_SECONDS = 5.0
 CERTAINTY_LOOK_SECONDS = 0.05
+REFUSAL_SAY_SECONDS = 30.0
 
 
 class FleetMember:
@@ -44,6 +45,8 @@ class FleetMember:
         self.on_generation: Callable[[int], None] = lambda _: None
         self.on_foreign: Callable[[set[str]], None] = lambda _: None
         self.on_refused: Callable[[str], None] = lambda _: None
+        # For what may have to wait for Redis: runs a function on a thread of the pool's.
+        self.run_later: Callable[[Callable[[], None]], None] = lambda function: function()
         # The tags of messages that something here works on; what else is in hand goes back when a connection breaks.
         self.worked_on: Callable[[], set[str]] = set
         self.claimer: Claimer | None = None
@@ -66,6 +69,7 @@ class FleetMember:
         )
         self._has_joined = False
         self._is_checked = False
+        self._refusal_said_at = -REFUSAL_SAY_SECONDS
 
     def check(self) -> None:
         """Raise SettingsError where the server or the fleet on it is none for this worker; RedisError if it is away."""
@@ -123,6 +127,13 @@ class FleetMember:
         if members is None or version != members.version:
             self.steward.wake()
         self.on_generation(generation)
+
+    def note_refusal(self, error: RedisError) -> None:
+        """Redis answers, and refuses what the worker can't do without. Called once a second, says it less often."""
+        now = time.monotonic()
+        if now >= self._refusal_said_at + REFUSAL_SAY_SECONDS:
+            self._refusal_said_at = now
+            logger.error("Redis refuses to give out messages (%s); this worker goes on asking each second.", error)
 
     def report_now(self) -> None:
         """Have the report written at once instead of within a second."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 # What the transport puts into a message's headers: how often it was restored, how often its row was running when its
 # worker died, and whether it came before others as the share of the lowest priority.
 RESTORED, DEATHS, PROMOTED = "lora_restored", "lora_deaths", "lora_promoted"
+MOST = 2**53
 
 
 class GenerateMessage(NamedTuple):
@@ -55,5 +56,5 @@ def _priority_of(message: dict[str, Any]) -> int:
 
 
 def _number(value: Any) -> float | None:
-    """A number of a message's headers; what is no number was written by no Celery, and says nothing."""
-    return value if isinstance(value, int | float) else None
+    """A number of a message's headers; what is none, or endless, was written by no Celery, and says nothing."""
+    return value if isinstance(value, int | float) and abs(value) < MOST else None

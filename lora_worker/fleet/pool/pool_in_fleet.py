@@ -61,6 +61,7 @@ class PoolInFleet:
             others=lambda: len(self._pool.rows) - len(self._quarantine),
         )
         member.worked_on = lambda: pool.worked_on
+        member.run_later = pool.run_later
         member.on_foreign = self._abandon
         member.descriptions.append(self._describe)
         member.claimer = Claimer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from celery.exceptions import InvalidTaskError
 from celery.worker import state
 
 from lora_worker.fleet.membership.member import current_member
@@ -14,6 +15,11 @@ class FleetRequest(PrivateRequest):
     """The request class of all tasks."""
 
     acknowledged: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.id, str) or not self.id:
+            raise InvalidTaskError("the id of a task must be a string that is not empty")
 
     @property
     def tag(self) -> str:

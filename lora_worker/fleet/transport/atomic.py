@@ -23,9 +23,11 @@ from redis.exceptions import RedisError
 from lora_worker.errors import SettingsError
 from lora_worker.fleet.claiming.claimer import ClaimedMessage, Claimer, PreparedClaim
 from lora_worker.fleet.claiming.claims import POLL_SECONDS
+from lora_worker.fleet.claiming.forwarding import task_and_model
 from lora_worker.fleet.connection import script
 from lora_worker.fleet.pool.generate_message import PROMOTED
 from lora_worker.fleet.transport import stock
+from lora_worker.fleet.transport.malformed import refuse
 from lora_worker.fleet.transport.stock import member, priority_of
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,6 @@ class Channel(stock.Channel):
 
     QoS = QoS
     _swept_at = 0.0
-    _in_poll: Any
     _brpop_sent_at: Any
     _claim: PreparedClaim
 
@@ -103,7 +104,7 @@ class Channel(stock.Channel):
             return
         now = time.monotonic()
         claimer = member().claimer
-        if claimer is None or not claimer.is_due(now):
+        if claimer is None or now < self._refused_until or not claimer.is_due(now):
             return
         self._sweep(now)
         # Celery writes 0 for a count beyond what AMQP can carry.
@@ -119,16 +120,8 @@ class Channel(stock.Channel):
         if not self.is_claiming:
             found: bool = super()._brpop_read(**options)
             return found
-        try:
-            try:
-                answer = self.client.parse_response(self.client.connection, "EVAL", **options)
-            except self.connection_errors:
-                self.client.connection.disconnect()
-                raise
-        finally:
-            self._in_poll = None
-            self._flush_brpop_reauth()
-        if not self._take(answer):
+        answer = self._answer("EVAL", **options)
+        if answer is None or not self._take(answer):
             raise Empty
         return True
 
@@ -156,25 +149,26 @@ class Channel(stock.Channel):
         return len(messages)
 
     def _dispatch(self, message: ClaimedMessage, claimer: Claimer) -> None:
-        ledger = member().unacknowledged
+        ledger, payload, target = member().unacknowledged, None, None
         try:
             payload = loads(bytes_to_str(message.raw))
             payload["properties"]["delivery_tag"] = message.tag
             payload["headers"][PROMOTED] = message.is_promoted
-            target = claimer.target(message.queue, priority_of(payload), lambda: self._opened(payload))
+            asks = self._asks(payload) if claimer.has_choice(message.queue) else None
         except Exception as error:
-            logger.error("Discarded a message that is none of Celery's, from %s: %r", message.queue, error)
-            ledger.acknowledge(message.tag)
+            refuse(member(), payload, message.tag, error)
             return
+        if asks is not None:
+            target = claimer.target(message.queue, *asks, priority_of(payload))
         if target is None:
             self.connection._deliver(payload, member().keys.inbox)
         else:
             ledger.forward(message.tag, target.list_name, worker=target.worker_id)
 
-    def _opened(self, payload: dict[str, Any]) -> tuple[Any, Any]:
-        """A message's headers and its decoded body."""
+    def _asks(self, payload: dict[str, Any]) -> tuple[str, object]:
+        """The task and the model of a message, which must be decoded for it."""
         message = self.Message(payload, channel=self)
-        return message.headers, message.decode()
+        return task_and_model(message.headers, message.decode())
 
     def _sweep(self, now: float) -> None:
         """Give back what the script has recorded and no answer has brought: the connection broke in between.

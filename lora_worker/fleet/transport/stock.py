@@ -8,18 +8,26 @@ process that dies between the pop and the record loses that one message, hence `
 
 from __future__ import annotations
 
+import time
+from queue import Empty
 from typing import Any
+from uuid import uuid4
 
 from kombu.transport import redis, virtual
-from kombu.utils.json import dumps
+from kombu.utils.encoding import bytes_to_str
+from kombu.utils.json import dumps, loads
+from redis.exceptions import ResponseError
 
 from lora_worker.fleet.keys import list_of
 from lora_worker.fleet.membership.member import FleetMember, current_member
 from lora_worker.fleet.pool.generate_message import DEATHS, RESTORED
 from lora_worker.fleet.transport.full_redis import BindingChannel
+from lora_worker.fleet.transport.malformed import is_innocent, refuse
 
 # Which queue a message came from, on its way from the transport to the ledger.
 QUEUE = "lora_queue"
+# After so long a worker asks again for what Redis has refused.
+REFUSED_SECONDS = 1.0
 
 
 def member() -> FleetMember:
@@ -32,7 +40,7 @@ def priority_of(message: dict[str, Any]) -> int:
     """A message's priority as kombu bounds it."""
     try:
         return max(0, min(int(message["properties"]["priority"]), 9))
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         return 0
 
 
@@ -73,6 +81,50 @@ class Channel(BindingChannel):
     """A channel of a worker's."""
 
     QoS = QoS
+    _refused_until = 0.0
+    _in_poll: Any
+
+    def _brpop_start(self, timeout: float | None = None) -> None:
+        if time.monotonic() >= self._refused_until:
+            super()._brpop_start(timeout)
+
+    def _brpop_read(self, **options: Any) -> bool:
+        found = self._answer("BRPOP", **options)
+        if not found:
+            raise Empty
+        name, raw = found
+        queue = bytes_to_str(name).rsplit(self.sep, 1)[0]
+        self._queue_cycle.rotate(queue)
+        try:
+            message = loads(bytes_to_str(raw))
+        except (ValueError, RecursionError) as error:
+            refuse(member(), None, "", error)
+        else:
+            self.connection._deliver(message, queue)
+        return True
+
+    def _answer(self, command: str, **options: Any) -> Any:
+        """What Redis answers to a claim; None where it refuses, which is no reason to end, or to connect anew."""
+        try:
+            return self.client.parse_response(self.client.connection, command, **options)
+        except self.connection_errors:
+            self.client.connection.disconnect()
+            raise
+        except ResponseError as error:
+            self._refused_until = time.monotonic() + REFUSED_SECONDS
+            member().note_refusal(error)
+            return None
+        finally:
+            self._in_poll = None
+            self._flush_brpop_reauth()
+
+    def _queue_bind(self, *names: str) -> None:
+        try:
+            super()._queue_bind(*names)
+        except ResponseError as error:
+            member().note_refusal(error)
+            time.sleep(REFUSED_SECONDS)  # Celery connects anew, at once
+            raise
 
     def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002 - kombu's own signature
         # kombu 5.7.0 closes a broken channel twice, and would end the worker with an AttributeError the second time.
@@ -87,13 +139,30 @@ class Transport(redis.Transport):
 
     Channel = Channel
 
-    def _deliver(self, message: dict[str, Any], queue: str) -> None:
-        headers = message.get("headers")
-        if isinstance(headers, dict):
-            headers[RESTORED] = message.get(RESTORED, 0)
-            headers[DEATHS] = message.get(DEATHS, 0)
-        message[QUEUE] = queue
-        virtual.Transport._deliver(self, message, queue)
+    def _deliver(self, message: Any, queue: str) -> None:
+        tag = tag_of(message)
+        try:
+            headers = message.get("headers")
+            if isinstance(headers, dict):
+                headers[RESTORED] = message.get(RESTORED, 0)
+                headers[DEATHS] = message.get(DEATHS, 0)
+            message[QUEUE] = queue
+            virtual.Transport._deliver(self, message, queue)
+        except Exception as error:
+            if is_innocent(error):
+                raise
+            refuse(member(), message, tag, error)
+
+
+def tag_of(message: Any) -> str:
+    """A message's tag; it gets one where its sender has given it none."""
+    properties = message.get("properties") if isinstance(message, dict) else None
+    if not isinstance(properties, dict):
+        return ""
+    if not isinstance(properties.get("delivery_tag"), str):
+        properties["delivery_tag"] = uuid4().hex
+    tag: str = properties["delivery_tag"]
+    return tag
 
 
 class OwnFirst:
