@@ -75,7 +75,12 @@ def lists_of(queue: str) -> list[str]:
     return [list_of(queue, step) for step in PRIORITY_STEPS]
 
 
+def step_of(priority: int) -> int:
+    """The index of the step that a priority falls into."""
+    return max((index for index, step in enumerate(PRIORITY_STEPS) if step <= priority), default=0)
+
+
 def list_of(queue: str, priority: int) -> str:
     """The Redis list of a queue that holds messages of this priority."""
-    step = max((step for step in PRIORITY_STEPS if step <= priority), default=0)
+    step = PRIORITY_STEPS[step_of(priority)]
     return f"{queue}{SEPARATOR}{step}" if step else queue

@@ -17,10 +17,11 @@ from lora_worker.fleet.claiming.claims import Limits, Load
 from lora_worker.fleet.connection import script
 from lora_worker.fleet.keys import Keys, list_of, lists_of
 from lora_worker.fleet.members import Member, Members
+from lora_worker.messages import GENERATE
 
 SCRIPT = script("claim")
 HERE, PEER = "here@host:1", "peer@host:2"
-NOTHING = Limits(ahead=0, near=0, free=0, spill=4, inbox=0, manage=0, turn=0, room=-1, listen=0)
+NOTHING = Limits(ahead=0, near=(0, 0, 0, 0), free=0, spill=4, inbox=0, manage=0, turn=0, room=-1, listen=0)
 
 
 class Here:
@@ -51,11 +52,11 @@ class Queues:
         for i in range(count):
             self.redis.lpush(list_of(queue, priority), f"{label or queue}/{priority}/{i}")
 
-    def claim(self, **limits: int) -> list[str]:
+    def claim(self, **limits: Any) -> list[str]:
         """The messages that a claim with these limits brings."""
         return [message.raw.decode() for message in self.claimed(**limits)[1]]
 
-    def claimed(self, **limits: int) -> tuple[list[Any], list[ClaimedMessage]]:
+    def claimed(self, **limits: Any) -> tuple[list[Any], list[ClaimedMessage]]:
         claim: PreparedClaim = self.claimer._prepared(LOAD, NOTHING._replace(**limits), self.stuck)
         answer: Any = self.redis.eval(SCRIPT, len(claim.keys), *claim.keys, *claim.arguments)
         return answer, claim.read(answer)
@@ -65,7 +66,7 @@ class Queues:
         return self.redis.hgetall(self.keys.unacked(HERE))
 
 
-LOAD = Load(in_hand=0, rows=0, has_unstarted=False, unsettled=0, is_paused=False)
+LOAD = Load(in_hand=0, held=(0, 0, 0, 0), free_threads=4, has_unstarted=False, unsettled=0, is_paused=False)
 
 
 @pytest.fixture
@@ -152,11 +153,47 @@ def test_management_and_the_inbox_are_claimed_beyond_the_credit(queues: Queues) 
 
 def test_base_requests_wait_when_enough_are_here_unless_others_want_their_turn(queues: Queues) -> None:
     queues.put(queues.keys.base, 50)
-    assert len(queues.claim(ahead=30, near=5)) == 5
+    assert len(queues.claim(ahead=30, near=(5, 5, 5, 5))) == 5
     queues.put(queues.own[0], 3)
-    taken = Counter(message.split("/")[0] for message in queues.claim(ahead=30, near=0))
+    taken = Counter(message.split("/")[0] for message in queues.claim(ahead=30, near=(0, 0, 0, 0)))
     assert taken[queues.own[0]] == 3
     assert 2 <= taken["lora.base"] <= 4
+
+
+def test_urgent_base_requests_come_before_less_urgent_others(queues: Queues) -> None:
+    """What is near is counted for each priority: rows of a batch that run hold up no base request above them."""
+    queues.put(queues.keys.base, 3)
+    queues.put(queues.own[0], 10, 9)
+    taken = [message.split("/")[0] for message in queues.claim(ahead=4, near=(2, 2, 2, 0))]
+    assert taken == ["lora.base", "lora.base", queues.own[0], queues.own[0]]
+
+
+def test_with_the_lease_lapsed_a_message_is_kept_as_it_was() -> None:
+    here = Here()
+    claimer = Claimer(here, rows=8, base_name="base", load=lambda: LOAD, hand_over=lambda _: None)
+    assert claimer.has_choice(here.keys.inbox)
+    here.members = None
+    assert not claimer.has_choice(here.keys.inbox)
+    assert claimer.target(here.keys.inbox, GENERATE, None, 0) is None
+
+
+def test_management_tasks_of_the_inbox_wait_for_a_thread_in_their_queue(queues: Queues) -> None:
+    load = LOAD
+    claimer = Claimer(Here(), rows=8, base_name="base", load=lambda: load, hand_over=lambda _: None)
+    assert claimer.target("lora", "lora_worker.load_lora_adapter", None, 3) is None
+    load = LOAD._replace(free_threads=0)
+    target = claimer.target("lora", "lora_worker.load_lora_adapter", None, 3)
+    assert target
+    assert target.list_name == list_of(queues.keys.manage, 3)
+
+
+def test_a_worker_that_takes_nothing_keeps_nothing_of_the_inbox(queues: Queues) -> None:
+    """Else it would hand it back, and claim it again, and so on."""
+    paused = LOAD._replace(is_paused=True)
+    claimer = Claimer(Here(), rows=8, base_name="base", load=lambda: paused, hand_over=lambda _: None)
+    target = claimer.target("lora", GENERATE, None, 0)
+    assert target
+    assert target.list_name == queues.keys.base
 
 
 def test_a_direct_queue_is_claimed_like_an_own_partition(queues: Queues) -> None:

@@ -90,6 +90,20 @@ def test_a_dead_member_s_messages_go_back_byte_for_byte_to_the_front_of_their_li
     assert not redis.keys("lora:*:" + two.worker_id)
 
 
+@pytest.mark.parametrize("odd", [" \n" + MESSAGE, "no message of Celery's", ""])
+def test_what_no_sender_of_ours_would_write_survives_its_worker_too(join: Join, redis: Redis, odd: str) -> None:
+    join("one")
+    two = join("two")
+    claim(redis, two, "1", message=odd)
+    die(two)
+    found = str(wait_for(lambda: redis.lrange("lora.p03", 0, -1), "it is restored")[0])
+    if odd.strip() == MESSAGE:
+        assert json.loads(found)["lora_restored"] == 1
+        assert found.endswith(MESSAGE[1:])
+    else:
+        assert found == odd
+
+
 def test_deaths_add_up(join: Join, redis: Redis) -> None:
     one = join("one")
     for deaths in (1, 2):

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 from lora_worker.fleet.claiming.claims import Claims, Limits, Load
 from lora_worker.fleet.claiming.forwarding import Forwarder, Target
-from lora_worker.fleet.keys import PRIORITY_STEPS, Keys, list_of
+from lora_worker.fleet.keys import PRIORITY_STEPS, Keys, list_of, step_of
 from lora_worker.fleet.members import Members
+from lora_worker.messages import GENERATE
 
 
 class ClaimedMessage(NamedTuple):
@@ -81,7 +82,7 @@ class Claimer:
 
     @property
     def has_free_rows(self) -> bool:
-        return self._load().rows < self._policy.rows
+        return self._load().held_rows < self._policy.rows
 
     @property
     def partitions(self) -> tuple[list[str], list[str]]:
@@ -134,12 +135,15 @@ class Claimer:
 
     def target(self, queue: str, task: str, model: object, priority: int) -> Target | None:
         """Where a claimed message goes on to; None: it is run here."""
-        members = self._here.members
+        members, load = self._here.members, self._load()
         if members is None:
             return None
         if queue == self._here.keys.inbox:
-            has_room = self._policy.takes_base(self._load(), self._credit, is_alone=self._is_alone) > 0
-            return self._forwarder.of_inbox(task, model, priority, members, has_room=has_room)
+            if task != GENERATE:
+                return None if load.free_threads else Target(list_of(self._here.keys.manage, priority))
+            room = self._policy.takes_base(load, self._credit, is_alone=self._is_alone)
+            has_room = room[step_of(priority)] > 0
+            return self._forwarder.of_inbox(model, priority, members, has_room=has_room)
         return self._forwarder.to_pinning(model, priority, members)
 
     def _prepared(self, load: Load, limits: Limits, stuck: list[str]) -> PreparedClaim:
@@ -147,6 +151,7 @@ class Claimer:
         own, others = self.partitions
         direct = keys.direct(self._here.worker_id)
         queues = [keys.manage, keys.inbox, keys.base, direct, *own, *others]
+        ahead, near, *rest = limits
         self._claims_sent += 1
         names = [keys.workers, keys.unacked(self._here.worker_id), keys.fleet, keys.generation, keys.idle]
         lists = [list_of(queue, step) for step in PRIORITY_STEPS for queue in queues]
@@ -154,6 +159,10 @@ class Claimer:
             queues,
             lists,
             names + lists,
-            [self._here.worker_id, f"{self._claims_sent:012d}-", len(PRIORITY_STEPS), 1 + len(own), *limits, *stuck],
+            [
+                *(self._here.worker_id, f"{self._claims_sent:012d}-", len(PRIORITY_STEPS), 1 + len(own)),
+                *(ahead, " ".join(map(str, near)), *rest),
+                *stuck,
+            ],
             load,
         )

@@ -6,18 +6,19 @@
   same message has waited there for `PATIENCE_SECONDS`, by which time an owner with room would have claimed it.
 - Requests for the base model need no look-ahead: where there are peers to run them, they are claimed a little ahead
   while nothing else waits, and take turns with the partitions otherwise.
-- Management tasks, and what of the inbox is only to be forwarded, are claimed whatever the credit.
+- Management tasks are claimed whatever the credit, as many as there are threads for them, and what of the inbox is only
+  to be forwarded is claimed whatever there is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 # Messages that one claim brings at most, of each kind.
 MOST_CLAIMED = 64
 MOST_FORWARDED = 64
-MOST_MANAGED = 16
 # Beyond so many unwritten forwards the inbox is left alone.
 MOST_UNSETTLED = 256
 PATIENCE_SECONDS = 0.5
@@ -28,20 +29,29 @@ QUIET_AFTER_SECONDS, QUIET_POLL_SECONDS = 5.0, 0.1
 
 
 class Load(NamedTuple):
-    """What a worker has: messages in hand, rows in the engine, running or not, and whether some have not started."""
+    """What a worker has.
+
+    `in_hand`: messages that count against its credit. `held`: rows in the engine, running or not, by priority step.
+    `free_threads`: for tasks that are no rows.
+    """
 
     in_hand: int
-    rows: int
+    held: tuple[int, ...]
+    free_threads: int
     has_unstarted: bool
     unsettled: int
     is_paused: bool
+
+    @property
+    def held_rows(self) -> int:
+        return sum(self.held)
 
 
 class Limits(NamedTuple):
     """The counts that claim.lua takes; see there."""
 
     ahead: int
-    near: int
+    near: tuple[int, ...]
     free: int
     spill: int
     inbox: int
@@ -76,22 +86,26 @@ class Claims:
     def is_due(self, now: float) -> bool:
         return now >= self._next_at
 
-    def takes_base(self, load: Load, credit: int, *, is_alone: bool) -> int:
-        """How many more base requests are as well here as with a peer."""
-        return max(0, credit - load.in_hand if is_alone else self.enough - load.rows)
+    def takes_base(self, load: Load, credit: int, *, is_alone: bool) -> tuple[int, ...]:
+        """How many more base requests are as well here as with a peer, by priority step: urgent ones pass others."""
+        if load.is_paused:
+            return (0,) * len(load.held)
+        if is_alone:
+            return (max(0, credit - load.in_hand),) * len(load.held)
+        return tuple(max(0, self.enough - before) for before in accumulate(load.held))
 
     def limits(self, load: Load, credit: int, now: float, *, is_alone: bool) -> Limits:
         """`credit`: messages the worker may have in hand, as Celery counts it."""
         is_open = not load.is_paused
         ahead = max(0, min(credit - load.in_hand, MOST_CLAIMED)) if is_open else 0
-        free = max(0, min(self.rows - load.rows, MOST_CLAIMED)) if is_open else 0
+        free = max(0, min(self.rows - load.held_rows, MOST_CLAIMED)) if is_open else 0
         return Limits(
             ahead=ahead,
             near=self.takes_base(load, credit, is_alone=is_alone),
             free=free,
             spill=self.rows,
             inbox=MOST_FORWARDED if load.unsettled < MOST_UNSETTLED else 0,
-            manage=MOST_MANAGED,
+            manage=load.free_threads,
             turn=self.turn,
             room=self._room(load, now) if is_open else -1,
             listen=int(load.has_unstarted and is_open),
@@ -102,7 +116,7 @@ class Claims:
         self.turn += taken
         if taken:
             self._quiet_since = now
-        has_room = load.rows < self.enough and not load.is_paused
+        has_room = load.held_rows < self.enough and not load.is_paused
         if taken or not has_room:
             self._hungry_since = None
         elif self._hungry_since is None:
@@ -137,4 +151,4 @@ class Claims:
         if self._announced_at is not None and now - self._announced_at < ANNOUNCE_SECONDS:
             return -1
         self._announced_at = now
-        return max(0, self.enough - load.rows)
+        return max(0, self.enough - load.held_rows)

@@ -4,7 +4,8 @@
 -- a step: manage, the inbox, base, the worker's own (direct queue, partitions), the others'.
 -- ARGV: worker id, tag prefix, how many steps, how many own, and the limits, all counts of messages:
 --   ahead    from its own lists and base, which may run ahead of its rows
---   near     of these from base while nothing else waits, since base requests gain nothing from being held
+--   near     of these from base while nothing else waits, since base requests gain nothing from being held: one
+--            number for each priority step, with spaces between
 --   free     up to which others' lists may fill up: the rows that would stay empty
 --   spill    what is left in another's list, but for the lists named last
 --   inbox, manage   beyond `ahead`, since they are forwarded, or run beside the rows
@@ -21,7 +22,8 @@
 local QUEUES, MANAGE, INBOX, BASE, OWN = 5, 1, 2, 3, 4
 local LIMIT_BYTES, SHARE, FRESH_SECONDS, MOST_WATCHED, HEAD = 8388608, 8, 2, 16, 5
 local id, prefix, steps, own = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local ahead, near, free, spill = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local ahead, near, free, spill = tonumber(ARGV[5]), {}, tonumber(ARGV[7]), tonumber(ARGV[8])
+for number in string.gmatch(ARGV[6], '%d+') do near[#near + 1] = tonumber(number) end
 local inbox, manage, turn = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
 local room, listen = tonumber(ARGV[12]), ARGV[13] == '1'
 local width = (#KEYS - QUEUES) / steps
@@ -69,7 +71,7 @@ end
 local function one_of(step, lists, is_share)
   for _ = 1, #lists do
     local list = table.remove(lists, 1)
-    if list == step * width + BASE and taken >= near and #lists == 0 then
+    if list == step * width + BASE and taken >= near[step + 1] and #lists == 0 then
       lists[1] = list
       return false
     end

@@ -19,6 +19,8 @@ if is_dead and lease then
 end
 
 local function counted(message, was_running)
+  message = string.match(message, '^%s*({.*)$') or message
+  if string.sub(message, 1, 1) ~= '{' then return message end  -- no message of Celery's: whoever claims it will say so
   local restored, deaths, rest = string.match(message, '^{"lora_restored": ?(%d+), ?"lora_deaths": ?(%d+), ?(.*)$')
   if not restored then restored, deaths, rest = 0, 0, string.sub(message, 2) end
   return '{"lora_restored": ' .. string.format('%d', restored + 1)

@@ -169,6 +169,6 @@ class Lease:
             logger.error("Redis has lost its data. Rows that run go on; what waited in its queues is gone.")
             self._is_in_doubt = False
         elif not beat.ended_at and self._epoch is not None:
-            logger.warning("This worker's lease had ended, and peers have restored its messages.")
+            logger.warning("This worker's lease had ended, so peers may have restored its messages.")
             self._is_in_doubt = True
         self._epoch = beat.epoch

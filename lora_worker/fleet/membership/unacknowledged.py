@@ -27,14 +27,6 @@ BATCH = 256
 RETRY_SECONDS = (0.1, 2.0)  # the first wait while Redis is away, and the longest
 LOOK_SECONDS = 0.01
 
-# What is no longer this worker's gets no mark. Removing first lets a full Redis take it.
-MARK = """
-redis.call('SREM', KEYS[2], unpack(ARGV))
-for _, tag in ipairs(ARGV) do
-  if redis.call('HEXISTS', KEYS[1], tag) == 1 then redis.call('SADD', KEYS[2], tag) end
-end
-"""
-
 
 class _Mark(NamedTuple):
     tag: str
@@ -49,7 +41,6 @@ class _Move(NamedTuple):
 
     tag: str
     target: str = ""
-    side: str = "front"
     worker: str = ""
 
 
@@ -64,7 +55,7 @@ class Unacknowledged:
         self._unacked, self._started = keys.unacked(worker_id), keys.started(worker_id)
         self._move_keys = [self._unacked, self._started, keys.workers, keys.idle]
         self._move = redis.register_script(script("move"))
-        self._mark = redis.register_script(MARK)
+        self._mark = redis.register_script(script("mark"))
         self._tags: set[str] = set()
         self._operations: deque[_Operation] = deque()
         self._writing: list[_Operation] = []
@@ -114,9 +105,9 @@ class Unacknowledged:
         """To the front of the list it came from."""
         self._settle(_Move(tag))
 
-    def forward(self, tag: str, target: str, *, worker: str = "", is_urgent: bool = False) -> None:
-        """To another list, and, where that is some worker's own, only if that worker lives."""
-        self._settle(_Move(tag, target, "front" if is_urgent else "back", worker))
+    def forward(self, tag: str, target: str, *, worker: str = "") -> None:
+        """To the back of another list, and, where that is some worker's own, only if that worker lives."""
+        self._settle(_Move(tag, target, worker))
 
     def mark_started(self, tags: Iterable[str]) -> None:
         """The row of this message starts; should the worker die now, the message is told so."""
@@ -156,12 +147,15 @@ class Unacknowledged:
                 try:
                     self._write(self._writing)
                     wait = RETRY_SECONDS[0]
-                except RedisError as error:
-                    logger.warning("Redis is away (%s); %d acknowledgements wait.", error, len(self._operations))
-                    time.sleep(wait)
-                    wait = min(2 * wait, longest)
+                    self._writing = []
                     continue
-                self._writing = []
+                except RedisError as error:
+                    waiting = len(self._writing) + len(self._operations)
+                    logger.warning("Redis is away or refuses (%s); %d acknowledgements wait.", error, waiting)
+                except Exception:
+                    logger.exception("Acknowledgements could not be written; they are tried again.")
+                time.sleep(wait)
+                wait = min(2 * wait, longest)
 
     def _take(self) -> bool:
         with self._lock:

@@ -39,7 +39,7 @@ class DaemonThreads:
             function = self._functions.get()
             try:
                 function()
-            except Exception:
+            except BaseException:  # an end of the process is none of a function's here to call for
                 logger.exception("A thread of the pool caught an error that nobody else did.")
             finally:
                 with self._lock:

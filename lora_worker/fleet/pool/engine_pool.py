@@ -223,6 +223,16 @@ class EnginePool(BasePool):
         tags = {tag for row in self.rows for tag in row.tags}
         return tags | {request.tag for request in list(self._managed)}
 
+    @property
+    def managed(self) -> int:
+        """How many tasks that are no rows are in hand."""
+        return len(self._managed)
+
+    @property
+    def free_threads(self) -> int:
+        """How many more of them could begin at once."""
+        return max(0, MANAGEMENT_THREADS - len(self._managed))
+
     def run_later(self, function: Callable[[], None]) -> None:
         self._finishers.submit(function)
 

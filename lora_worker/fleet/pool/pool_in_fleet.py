@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from redis.exceptions import RedisError
@@ -12,7 +13,7 @@ from lora_worker.errors import PoisonedRequestError, raiser
 from lora_worker.fleet.claiming.claimer import Claimer
 from lora_worker.fleet.claiming.claims import Load
 from lora_worker.fleet.claiming.hand_over import Candidate, choose
-from lora_worker.fleet.keys import list_of
+from lora_worker.fleet.keys import PRIORITY_STEPS, list_of, step_of
 from lora_worker.fleet.membership.member import FleetMember
 from lora_worker.fleet.pool.quarantine import Quarantine
 from lora_worker.fleet.pool.task_row import TaskRow
@@ -33,6 +34,12 @@ class Pool(Protocol):
 
     @property
     def worked_on(self) -> set[str]: ...
+
+    @property
+    def managed(self) -> int: ...
+
+    @property
+    def free_threads(self) -> int: ...
 
     @property
     def is_draining(self) -> bool: ...
@@ -145,13 +152,17 @@ class PoolInFleet:
         # The unstarted first: the place of one that ran would be given to the next of them.
         for row in sorted(rows, key=lambda row: row.is_started):
             row.abandon()
-        logger.warning("%d rows here were another worker's by now, and were stopped.", len(rows))
+        if rows:
+            logger.warning("%d rows here were another worker's by now, and were stopped.", len(rows))
 
     def _load(self) -> Load:
         rows = self._pool.rows
+        held = Counter(step_of(row.message.priority) for row in rows)
         return Load(
-            in_hand=len(self._ledger),
-            rows=len(rows),
+            # Management tasks, which run beside the rows, take none of their credit.
+            in_hand=len(self._ledger) - self._pool.managed,
+            held=tuple(held[step] for step in range(len(PRIORITY_STEPS))),
+            free_threads=self._pool.free_threads,
             has_unstarted=any(not row.is_started for row in rows),
             unsettled=self._ledger.unsettled,
             is_paused=self._quarantine.is_active or self._pool.is_draining,

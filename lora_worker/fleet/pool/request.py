@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery.exceptions import InvalidTaskError
 from celery.worker import state
 
+from lora_worker.errors import InvalidRequestError
 from lora_worker.fleet.membership.member import current_member
 from lora_worker.fleet.privacy import PrivateRequest
 
@@ -18,8 +18,8 @@ class FleetRequest(PrivateRequest):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not isinstance(self.id, str) or not self.id:
-            raise InvalidTaskError("the id of a task must be a string that is not empty")
+        if not _is_word(self.id) or not _is_word(self.name):
+            raise InvalidRequestError("the id and the name of a task must be strings, and not empty")
 
     @property
     def tag(self) -> str:
@@ -49,3 +49,8 @@ class FleetRequest(PrivateRequest):
 
     def header(self, name: str) -> Any:
         return self.request_dict.get(name)
+
+
+def _is_word(value: Any) -> bool:
+    """Whether it can be part of a key in Redis; of halves of surrogate pairs, which JSON can carry, no UTF-8 exists."""
+    return isinstance(value, str) and value != "" and value.isprintable()

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from celery.states import READY_STATES
+from celery.states import FAILURE, READY_STATES
 from celery.worker import state
 from kombu.exceptions import OperationalError
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import RedisError
 
+from lora_worker.errors import GenerationError
 from lora_worker.fleet.pool.generate_message import GenerateMessage
 from lora_worker.fleet.pool.results import finished, result_of
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REDIS_ERRORS = (OperationalError, RedisConnectionError, RedisTimeoutError, ConnectionError)
+# Redis is away, or refuses for now: it has become a replica, its disk is full, a script holds it up.
+REDIS_ERRORS = (OperationalError, RedisError, ConnectionError)
 RETRY_SECONDS = (0.2, 5.0)  # the first wait while Redis is away, and the longest
 
 
@@ -156,9 +157,7 @@ class TaskRow:
 
     def acknowledge(self) -> None:
         """End a task whose result is there."""
-        for request in self._take_requests():
-            request.acknowledge()
-            request.let_go()
+        self._end(_acknowledge)
 
     def _leave(self) -> list[str]:
         self._pool.forget(self)
@@ -190,23 +189,33 @@ class TaskRow:
             except REDIS_ERRORS as error:
                 if self._pool.is_stopping:
                     break
-                logger.warning("Redis is away (%s); the answer of %s waits %.1f s.", error, self.task_id, wait)
+                logger.warning("Redis gives no help (%s); the answer of %s waits %.1f s.", error, self.task_id, wait)
                 time.sleep(wait)
                 wait = min(2 * wait, longest)
             except Exception:
-                logger.exception("The task %s could not be finished; it stays in the queue.", self.task_id)
-                break
-        self._take_requests()
+                logger.exception("The task %s could not be finished; it goes back to its queue.", self.task_id)
+                self._end(_give_back)
+                return
+        self._end(lambda _: None)  # the worker ends, and then gives back all that it has
 
     def _tell_celery(self, outcome: Outcome) -> None:
+        try:
+            self._trace(outcome)
+        except REDIS_ERRORS:
+            raise
+        except Exception as error:
+            logger.exception("Celery could not finish the task %s, which fails.", self.task_id)
+            sentence = f"the answer of {self.task_id} could not be given to Celery ({type(error).__name__}: {error})"
+            self._requests[0].task.backend.store_result(self.task_id, GenerationError(sentence), FAILURE)
+            self.acknowledge()
+
+    def _trace(self, outcome: Outcome) -> None:
         if self.is_started:
             self._accept()
         result = result_of(outcome, self.message.soft_limit, self.message.hard_limit)
         if result is None:
             # Revoked or expired: Celery stores that and acknowledges. Cancelled by a shutdown: the message goes back.
-            for request in self._take_requests():
-                if not request.revoked():
-                    request.give_back()
+            self._end(lambda request: None if request.revoked() else request.give_back())
             return
         with finished(self.task_id, result, self._run_seconds):
             self._run_trace(self._tell_requests)
@@ -215,16 +224,27 @@ class TaskRow:
         """Celery's callback with the real run time, and without the answer, which events would show."""
         failed, value, _ = traced
         runtime = self._run_seconds
-        for request in self._take_requests():
-            request.on_success((failed, value if failed else "", runtime))
+        self._end(lambda request: request.on_success((failed, value if failed else "", runtime)))
 
-    def _take_requests(self) -> list[Any]:
-        """The row has ended: no copy can be attached from now on."""
+    def _end(self, settle: Callable[[FleetRequest], None]) -> None:
+        """No copy can be attached from now on. The row is worked on until all its messages are settled."""
         with self._lock:
             self._is_finished = True
-        self._pool.forget(self)
-        return self._requests
+        try:
+            for request in self._requests:
+                settle(request)
+        finally:
+            self._pool.forget(self)
 
     @property
     def _run_seconds(self) -> float:
         return time.monotonic() - self._started_at if self.is_started else 0.0
+
+
+def _acknowledge(request: FleetRequest) -> None:
+    request.acknowledge()
+    request.let_go()
+
+
+def _give_back(request: FleetRequest) -> None:
+    request.give_back()

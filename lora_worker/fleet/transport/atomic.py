@@ -161,7 +161,7 @@ class Channel(stock.Channel):
         if asks is not None:
             target = claimer.target(message.queue, *asks, priority_of(payload))
         if target is None:
-            self.connection._deliver(payload, member().keys.inbox)
+            self.connection.deliver(payload, message.tag, member().keys.inbox)
         else:
             ledger.forward(message.tag, target.list_name, worker=target.worker_id)
 

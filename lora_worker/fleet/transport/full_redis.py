@@ -12,7 +12,7 @@ from typing import Any
 
 from celery.backends.redis import RedisBackend
 from kombu.transport import redis
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 # KEYS: a set of bindings and its permanent part.  ARGV: the binding.
 BIND = "for _, key in ipairs(KEYS) do redis.call('SREM', key, ARGV[1]); redis.call('SADD', key, ARGV[1]) end"
@@ -48,6 +48,10 @@ class ResultBackend(RedisBackend):
     @cached_property
     def _store(self) -> Any:
         return self.client.register_script(STORE)
+
+    def exception_safe_to_retry(self, exc: Exception) -> bool:
+        """What Redis answers with passes like its absence: it has become a replica, its disk is full, a script runs."""
+        return isinstance(exc, RedisError) or bool(super().exception_safe_to_retry(exc))
 
     def _set(self, key: str, value: str, expires: int | None = None) -> None:
         seconds = self.expires if expires is None else expires

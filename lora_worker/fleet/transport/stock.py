@@ -9,9 +9,9 @@ process that dies between the pop and the record loses that one message, hence `
 from __future__ import annotations
 
 import time
+from itertools import count
 from queue import Empty
 from typing import Any
-from uuid import uuid4
 
 from kombu.transport import redis, virtual
 from kombu.utils.encoding import bytes_to_str
@@ -28,6 +28,8 @@ from lora_worker.fleet.transport.malformed import is_innocent, refuse
 QUEUE = "lora_queue"
 # After so long a worker asks again for what Redis has refused.
 REFUSED_SECONDS = 1.0
+
+_numbers = count()
 
 
 def member() -> FleetMember:
@@ -140,7 +142,14 @@ class Transport(redis.Transport):
     Channel = Channel
 
     def _deliver(self, message: Any, queue: str) -> None:
-        tag = tag_of(message)
+        # Not the sender's tag, which a message that is restored would come back with.
+        tag = f"{next(_numbers):012d}"
+        if isinstance(message, dict) and isinstance(message.get("properties"), dict):
+            message["properties"]["delivery_tag"] = tag
+        self.deliver(message, tag, queue)
+
+    def deliver(self, message: Any, tag: str, queue: str) -> None:
+        """Give a message to Celery, under a tag that no other delivery to this worker has."""
         try:
             headers = message.get("headers")
             if isinstance(headers, dict):
@@ -152,17 +161,6 @@ class Transport(redis.Transport):
             if is_innocent(error):
                 raise
             refuse(member(), message, tag, error)
-
-
-def tag_of(message: Any) -> str:
-    """A message's tag; it gets one where its sender has given it none."""
-    properties = message.get("properties") if isinstance(message, dict) else None
-    if not isinstance(properties, dict):
-        return ""
-    if not isinstance(properties.get("delivery_tag"), str):
-        properties["delivery_tag"] = uuid4().hex
-    tag: str = properties["delivery_tag"]
-    return tag
 
 
 class OwnFirst:
