@@ -15,9 +15,10 @@ from lora_worker.errors import SettingsError
 OLDEST_REDIS = (6, 2)
 
 
-def connect(url: str, *, timeout_seconds: float) -> Redis:
+def connect(url: str, *, timeout_seconds: float, is_single: bool = False) -> Redis:
     """A client that answers or raises within the timeout, and never tries again by itself.
 
+    `is_single`: on one connection, whose every break is raised; a pool replaces in silence what it finds broken.
     Who asks must learn of every break: the lease counts its unbroken contact, and a script must not run twice unknown.
     """
     # Celery writes CERT_REQUIRED where redis-py writes required.
@@ -28,6 +29,7 @@ def connect(url: str, *, timeout_seconds: float) -> Redis:
         socket_connect_timeout=timeout_seconds,
         retry=Retry(NoBackoff(), 0),
         socket_keepalive=True,
+        single_connection_client=is_single,
     )
 
 

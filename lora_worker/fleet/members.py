@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from lora_worker.fleet.keys import Keys
@@ -11,12 +10,12 @@ from lora_worker.fleet.routing import rank
 
 
 class Member(NamedTuple):
-    """A living worker; `report` is what it last said of itself, empty before it has said anything."""
+    """A living worker; `resident`: the adapters that it last had in its slots."""
 
     worker_id: str
     is_draining: bool
     pinned: frozenset[str]
-    report: dict[str, Any]
+    resident: frozenset[str]
 
 
 class Members(NamedTuple):
@@ -59,7 +58,7 @@ class Members(NamedTuple):
 
     def resident(self) -> dict[str, frozenset[str]]:
         """Which adapters each worker last had in its slots."""
-        return {member.worker_id: frozenset(member.report.get("resident", [])) for member in self.members}
+        return {member.worker_id: member.resident for member in self.members}
 
 
 def read_members(answer: list[Any]) -> Members:
@@ -68,6 +67,9 @@ def read_members(answer: list[Any]) -> Members:
     return Members(version, tuple(_read(*fields) for fields in found))
 
 
-def _read(worker_id: bytes, draining: bytes, pinned: bytes, report: bytes) -> Member:
-    names: Iterable[str] = json.loads(pinned or "[]")
-    return Member(worker_id.decode(), draining == b"1", frozenset(names), json.loads(report or "{}"))
+def _read(worker_id: bytes, draining: bytes, pinned: bytes, resident: bytes) -> Member:
+    return Member(worker_id.decode(), draining == b"1", _names(pinned), _names(resident))
+
+
+def _names(found: bytes) -> frozenset[str]:
+    return frozenset(json.loads(found or "[]"))

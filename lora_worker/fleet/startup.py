@@ -40,6 +40,7 @@ def check_settings(sender: str = "", instance: Any = None, conf: Any = None, opt
         member = FleetMember(settings, sender)
         with suppress(RedisError):  # away: that is said and waited for later, and the check made up for
             member.check()
+            member.check_name()
     except LoraWorkerError as error:
         # Celery swallows any other exception here, and the worker would get ready all the same.
         raise SystemExit(f"lora-worker cannot start: {error}") from None

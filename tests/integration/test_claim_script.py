@@ -31,7 +31,11 @@ class Here:
         self.keys = Keys("lora", 8)
         self.worker_id = HERE
         self.members: Members | None = Members(
-            1, tuple(Member(worker_id, is_draining=False, pinned=frozenset(), report={}) for worker_id in (HERE, PEER))
+            1,
+            tuple(
+                Member(worker_id, is_draining=False, pinned=frozenset(), resident=frozenset())
+                for worker_id in (HERE, PEER)
+            ),
         )
 
     def note_fleet(self, version: int, generation: int) -> None: ...

@@ -195,7 +195,7 @@ def test_a_draining_member_has_no_partitions(join: Join) -> None:
     wait_for(lambda: one.members and one.members.takers == (one.worker_id,), "the other takes over")
     assert one.members
     assert len(one.members.own_partitions(one.worker_id, one.keys)[0]) == 64
-    assert {member.worker_id for member in one.live_workers()} == {one.worker_id, two.worker_id}
+    assert one.members.ids == {one.worker_id, two.worker_id}
 
 
 def test_another_number_of_partitions_is_refused_with_a_sentence(join: Join, server: EmbeddedServer) -> None:
@@ -203,6 +203,47 @@ def test_another_number_of_partitions_is_refused_with_a_sentence(join: Join, ser
     other = FleetMember(Settings(redis_url=server.url, partitions=32), "two@host")
     with pytest.raises(SettingsError, match=r"64 partitions.*32.*set it to 64"):
         other.check()
+
+
+def test_a_name_that_a_living_worker_has_is_refused_and_that_of_a_dead_one_is_waited_for(
+    join: Join, server: EmbeddedServer, redis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = join("gpu0")
+    again = FleetMember(Settings(redis_url=server.url, lease_seconds=LEASE_SECONDS), "gpu0@host")
+    with pytest.raises(SettingsError, match=r"another worker .* called gpu0@host.*-n"):
+        again.check_name()
+    die(first)
+    again.check_name()
+    assert not redis.zrangebyscore(first.keys.workers, redis.time()[0] + redis.time()[1] / 1e6, "+inf")
+    assert "waiting until that has ended" in caplog.text
+    FleetMember(Settings(redis_url=server.url, lease_seconds=LEASE_SECONDS), "gpu1@host").check_name()
+
+
+def test_a_lease_s_connection_that_broke_between_two_beats_counts_as_a_break(join: Join, redis: Redis) -> None:
+    """Behind it may be another server, on which some of the messages in hand are not this worker's, or not there."""
+    member = join("one")
+    claim(redis, member, "1")
+    found: list[set[str]] = []
+    member.on_foreign = found.append
+    redis.hdel(member.keys.unacked(member.worker_id), "1")
+    connections: list[dict[str, str]] = redis.client_list()
+    for connection in connections:
+        if connection["id"] != str(redis.client_id()):
+            redis.client_kill_filter(_id=connection["id"])
+    wait_for(lambda: found, "it has looked what is its own")
+    assert found == [{"1"}]
+
+
+def test_what_peers_read_of_a_worker_does_not_grow_with_its_report(join: Join, redis: Redis) -> None:
+    one, two = join("one"), join("two")
+    two.descriptions.append(lambda: {"adapters": {f"a{i}": {} for i in range(1000)}, "resident": ["a1"]})
+    two.report_now()
+    wait_for(lambda: one.members and one.members.resident().get(two.worker_id) == {"a1"}, "the other has read it")
+    assert redis.hget(two.keys.worker(two.worker_id), "report")
+    answer = one.steward._read_members(
+        keys=[one.keys.workers, one.keys.fleet], args=[one.keys.worker("")], client=redis
+    )
+    assert len(str(answer)) < 1000
 
 
 def test_a_cluster_and_a_sentinel_are_refused_with_a_sentence(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from lora_worker.errors import SettingsError
 from lora_worker.fleet.claiming.claimer import Claimer
 from lora_worker.fleet.connection import check_server, connect, tags_under
 from lora_worker.fleet.keys import Keys
-from lora_worker.fleet.members import Member, Members
+from lora_worker.fleet.members import Members
 from lora_worker.fleet.membership.lease import Beat, Lease
 from lora_worker.fleet.membership.steward import Steward
 from lora_worker.fleet.membership.unacknowledged import Unacknowledged
@@ -52,7 +52,7 @@ class FleetMember:
         self.claimer: Claimer | None = None
         self.descriptions: list[Callable[[], dict[str, Any]]] = []
         lease_timeout = min(max(settings.lease_seconds / 5, SHORTEST_TIMEOUT_SECONDS), LONGEST_TIMEOUT_SECONDS)
-        self._lease_redis = connect(settings.redis_url, timeout_seconds=lease_timeout)
+        self._lease_redis = connect(settings.redis_url, timeout_seconds=lease_timeout, is_single=True)
         self._redis = connect(settings.redis_url, timeout_seconds=STEWARD_TIMEOUT_SECONDS)
         self.engine_redis = connect(settings.redis_url, timeout_seconds=SHORTEST_TIMEOUT_SECONDS)
         self.unacknowledged = Unacknowledged(self._redis, self.keys, self.worker_id)
@@ -78,6 +78,22 @@ class FleetMember:
         if found is not None:
             self._check_partitions(int(found))
         self._is_checked = True
+
+    def check_name(self) -> None:
+        """Raise SettingsError where another living worker has this one's node name; waits while that may be a dead one.
+
+        Workers rank themselves for partitions by that name, so of two that share it one would get none.
+        """
+        node = node_of(self.worker_id)
+        first = self._leases_of(node)
+        if first:
+            logger.warning("A worker called %s has a lease; waiting until that has ended, or is renewed.", node)
+        while leases := self._leases_of(node):
+            if any(ends_at != first.get(worker_id) for worker_id, ends_at in leases.items()):
+                raise SettingsError(
+                    f"another worker of this fleet is called {node}; start each with a name of its own, as -n gpu0@%h"
+                )
+            time.sleep(CERTAINTY_LOOK_SECONDS)
 
     def join(self) -> None:
         self.unacknowledged.start()
@@ -117,10 +133,6 @@ class FleetMember:
         members = self.steward.members
         return members if members and self.worker_id in members.ids else None
 
-    def live_workers(self) -> list[Member]:
-        """Who lives now, with what each reports; asks Redis, and raises RedisError."""
-        return list(self.steward.read().members)
-
     def note_fleet(self, version: int, generation: int) -> None:
         """What a claim tells of the fleet, before its messages are delivered."""
         members = self.steward.members
@@ -159,6 +171,13 @@ class FleetMember:
             self.unacknowledged.give_back(tag)
         if unknown:
             logger.warning("%d messages had got lost on their way from Redis, and went back.", len(unknown))
+
+    def _leases_of(self, node: str) -> dict[str, float]:
+        """The workers of this node name whose leases have not ended, and when they will."""
+        seconds, micros = self._lease_redis.time()
+        now = seconds + micros / 1e6
+        living: list[Any] = self._lease_redis.zrangebyscore(self.keys.workers, f"({now}", "+inf", withscores=True)
+        return {worker.decode(): ends_at for worker, ends_at in living if node_of(worker.decode()) == node}
 
     def _find_foreign(self) -> None:
         held = self.unacknowledged.tags()

@@ -124,12 +124,14 @@ class Steward:
 
     def _report(self) -> None:
         report = self._describe()
+        resident = report.pop("resident", [])
         pinned = sorted(report.get("pinned", []))
         name = self._keys.worker(self._worker_id)
         is_news = self._said not in (None, (self._is_draining, pinned))
         fields = {
             "report": json.dumps(report),
             "pinned": json.dumps(pinned),
+            "resident": json.dumps(resident),
             "draining": "1" if self._is_draining else "",
         }
         values = [word for field in fields.items() for word in field]

@@ -122,8 +122,11 @@ class PoolInFleet:
 
     def _isolate(self, row: TaskRow, deaths: int) -> None:
         """Run it with nothing beside it."""
-        logger.warning("%s was running when %d workers died; it runs with nothing beside it.", row.task_id, deaths)
         self._quarantine.add(row)
+        logger.warning(
+            "%s was running when %d workers died; it runs with nothing beside it (%d such requests here).",
+            *(row.task_id, deaths, len(self._quarantine)),
+        )
         for other in self._pool.rows:
             if not self._quarantine.has(other):
                 self._give_back(other)
@@ -196,6 +199,7 @@ class PoolInFleet:
             "rows_free": max(0, self._pool.row_limit - info.get("running", 0)),
             "waiting": sum(not row.is_started for row in self._pool.rows),
             "in_hand": len(self._ledger),
+            "quarantined": len(self._quarantine),
             "pinned": pool.get("pinned", []),
             "resident": sorted(pool.get("slots", {}).values()),
         }
