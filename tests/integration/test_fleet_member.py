@@ -104,6 +104,18 @@ def test_what_no_sender_of_ours_would_write_survives_its_worker_too(join: Join, 
         assert found == odd
 
 
+def test_what_nobody_knows_the_fate_of_comes_back_as_restored_so_that_its_result_is_looked_for(
+    join: Join, redis: Redis
+) -> None:
+    one = join("one")
+    restored = '{"lora_restored": 2, "lora_deaths": 1, ' + MESSAGE[1:]
+    redis.hset(one.keys.unacked(one.worker_id), mapping={"1": f"lora.p03\n{MESSAGE}", "2": f"lora.p04\n{restored}"})
+    one.give_back_unknown()
+    assert one.unacknowledged.flush(5)
+    assert redis.lrange("lora.p03", 0, -1) == ['{"lora_restored": 1, "lora_deaths": 0, ' + MESSAGE[1:]]
+    assert redis.lrange("lora.p04", 0, -1) == [restored]
+
+
 def test_deaths_add_up(join: Join, redis: Redis) -> None:
     one = join("one")
     for deaths in (1, 2):
@@ -191,6 +203,7 @@ def test_a_member_that_leaves_gives_back_what_it_holds_and_counts_no_death(join:
 
 def test_a_draining_member_has_no_partitions(join: Join) -> None:
     one, two = join("one"), join("two")
+    wait_for(lambda: one.members and len(one.members.ids) == 2, "each knows of the other")
     two.steward.drain()
     wait_for(lambda: one.members and one.members.takers == (one.worker_id,), "the other takes over")
     assert one.members

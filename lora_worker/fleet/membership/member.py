@@ -168,7 +168,7 @@ class FleetMember:
         recorded = tags_under(self._redis, self.keys.unacked(self.worker_id))
         unknown = recorded - self.unacknowledged.tags()
         for tag in unknown:
-            self.unacknowledged.give_back(tag)
+            self.unacknowledged.give_back(tag, is_unknown=True)
         if unknown:
             logger.warning("%d messages had got lost on their way from Redis, and went back.", len(unknown))
 

@@ -42,6 +42,7 @@ class _Move(NamedTuple):
     tag: str
     target: str = ""
     worker: str = ""
+    is_unknown: str = ""
 
 
 _Operation = _Mark | _Acknowledge | _Move
@@ -101,9 +102,9 @@ class Unacknowledged:
     def acknowledge(self, tag: str) -> None:
         self._settle(_Acknowledge(tag))
 
-    def give_back(self, tag: str) -> None:
-        """To the front of the list it came from."""
-        self._settle(_Move(tag))
+    def give_back(self, tag: str, *, is_unknown: bool = False) -> None:
+        """To the front of the list it came from. `is_unknown`: it may have a result already."""
+        self._settle(_Move(tag, is_unknown="1" if is_unknown else ""))
 
     def forward(self, tag: str, target: str, *, worker: str = "") -> None:
         """To the back of another list, and, where that is some worker's own, only if that worker lives."""
