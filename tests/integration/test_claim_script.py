@@ -70,7 +70,7 @@ class Queues:
         return self.redis.hgetall(self.keys.unacked(HERE))
 
 
-LOAD = Load(in_hand=0, held=(0, 0, 0, 0), free_threads=4, has_unstarted=False, unsettled=0, is_paused=False)
+LOAD = Load(in_hand=0, held=(0, 0, 0, 0), has_unstarted=False, unsettled=0, is_paused=False)
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_management_tasks_of_the_inbox_wait_for_a_thread_in_their_queue(queues: 
     load = LOAD
     claimer = Claimer(Here(), rows=8, base_name="base", load=lambda: load, hand_over=lambda _: None)
     assert claimer.target("lora", "lora_worker.load_lora_adapter", None, 3) is None
-    load = LOAD._replace(free_threads=0)
+    load = LOAD._replace(free_managers=0)
     target = claimer.target("lora", "lora_worker.load_lora_adapter", None, 3)
     assert target
     assert target.list_name == list_of(queues.keys.manage, 3)

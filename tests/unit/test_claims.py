@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lora_worker.fleet.claiming.claims import ANNOUNCE_SECONDS, MOST_CLAIMED, PATIENCE_SECONDS, Claims, Limits, Load
 
-IDLE = Load(in_hand=0, held=(0, 0, 0, 0), free_threads=4, has_unstarted=False, unsettled=0, is_paused=False)
+IDLE = Load(in_hand=0, held=(0, 0, 0, 0), has_unstarted=False, unsettled=0, is_paused=False)
 
 
 def holding(*held: int) -> Load:
@@ -42,7 +42,7 @@ def test_rows_hold_back_only_base_requests_that_are_no_more_urgent() -> None:
 
 
 def test_management_tasks_are_claimed_as_far_as_there_are_threads() -> None:
-    assert limits(Claims(rows=8), IDLE._replace(free_threads=3)).manage == 3
+    assert limits(Claims(rows=8), IDLE._replace(free_managers=3)).manage == 3
 
 
 def test_what_an_owner_leaves_lying_is_taken_after_a_moment_and_what_changes_is_not() -> None:

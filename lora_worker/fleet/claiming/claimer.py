@@ -140,7 +140,7 @@ class Claimer:
             return None
         if queue == self._here.keys.inbox:
             if task != GENERATE:
-                return None if load.free_threads else Target(list_of(self._here.keys.manage, priority))
+                return None if load.free_managers else Target(list_of(self._here.keys.manage, priority))
             room = self._policy.takes_base(load, self._credit, is_alone=self._is_alone)
             has_room = room[step_of(priority)] > 0
             return self._forwarder.of_inbox(model, priority, members, has_room=has_room)

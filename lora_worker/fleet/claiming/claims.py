@@ -19,6 +19,7 @@ from typing import NamedTuple
 # Messages that one claim brings at most, of each kind.
 MOST_CLAIMED = 64
 MOST_FORWARDED = 64
+MOST_MANAGED = 16
 # Beyond so many unwritten forwards the inbox is left alone.
 MOST_UNSETTLED = 256
 PATIENCE_SECONDS = 0.5
@@ -32,15 +33,15 @@ class Load(NamedTuple):
     """What a worker has.
 
     `in_hand`: messages that count against its credit. `held`: rows in the engine, running or not, by priority step.
-    `free_threads`: for tasks that are no rows.
+    `free_managers`: how many management tasks it would run at once.
     """
 
     in_hand: int
     held: tuple[int, ...]
-    free_threads: int
     has_unstarted: bool
     unsettled: int
     is_paused: bool
+    free_managers: int = MOST_MANAGED
 
     @property
     def held_rows(self) -> int:
@@ -105,7 +106,7 @@ class Claims:
             free=free,
             spill=self.rows,
             inbox=MOST_FORWARDED if load.unsettled < MOST_UNSETTLED else 0,
-            manage=load.free_threads,
+            manage=min(MOST_MANAGED, load.free_managers),
             turn=self.turn,
             room=self._room(load, now) if is_open else -1,
             listen=int(load.has_unstarted and is_open),

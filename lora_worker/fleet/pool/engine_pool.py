@@ -229,7 +229,7 @@ class EnginePool(BasePool):
         return len(self._managed)
 
     @property
-    def free_threads(self) -> int:
+    def free_managers(self) -> int:
         """How many more of them could begin at once."""
         return max(0, MANAGEMENT_THREADS - len(self._managed))
 

@@ -39,7 +39,7 @@ class Pool(Protocol):
     def managed(self) -> int: ...
 
     @property
-    def free_threads(self) -> int: ...
+    def free_managers(self) -> int: ...
 
     @property
     def is_draining(self) -> bool: ...
@@ -165,10 +165,10 @@ class PoolInFleet:
             # Management tasks, which run beside the rows, take none of their credit.
             in_hand=len(self._ledger) - self._pool.managed,
             held=tuple(held[step] for step in range(len(PRIORITY_STEPS))),
-            free_threads=self._pool.free_threads,
             has_unstarted=any(not row.is_started for row in rows),
             unsettled=self._ledger.unsettled,
             is_paused=self._quarantine.is_active or self._pool.is_draining,
+            free_managers=self._pool.free_managers,
         )
 
     def _hand_over(self, peers: dict[str, int]) -> None:
