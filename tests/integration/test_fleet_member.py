@@ -251,7 +251,9 @@ def test_what_peers_read_of_a_worker_does_not_grow_with_its_report(join: Join, r
     one, two = join("one"), join("two")
     two.descriptions.append(lambda: {"adapters": {f"a{i}": {} for i in range(1000)}, "resident": ["a1"]})
     two.report_now()
-    wait_for(lambda: one.members and one.members.resident().get(two.worker_id) == {"a1"}, "the other has read it")
+    wait_for(
+        lambda: one.members and one.members.resident().get(two.worker_id) == frozenset({"a1"}), "the other has read it"
+    )
     assert redis.hget(two.keys.worker(two.worker_id), "report")
     answer = one.steward._read_members(
         keys=[one.keys.workers, one.keys.fleet], args=[one.keys.worker("")], client=redis

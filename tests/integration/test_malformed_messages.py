@@ -76,14 +76,15 @@ def malformed(message: dict[str, Any]) -> Iterator[Any]:
         yield without_field(message, path)
         for value in ODD_VALUES:
             yield with_field(message, path, value)
-    for name, values in {
+    odd: dict[str, list[Any]] = {
         "timelimit": [5, ["a", "b"], [1, 2, 3], [1e999, None]],
         "eta": [5, {}, "garbage", "0001-01-01T00:00:00"],
         "expires": [1e999, "9999-12-31T23:59:59-12:00"],
         "compression": ["x", "bzip2", "zlib"],
         "stamped_headers": [5, ["a"]],
         "callbacks": [[5]],
-    }.items():
+    }
+    for name, values in odd.items():
         for value in values:
             yield with_field(message, ("headers", name), value)
     for body in BODIES:

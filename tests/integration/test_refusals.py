@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -53,7 +54,12 @@ def test_while_redis_refuses_no_worker_ends_and_all_is_answered_afterwards(
     server: EmbeddedServer, tmp_path: Path, transport: str, refuse: Callable[[Redis, Callable[[], None]], None]
 ) -> None:
     chance = random.Random(5)
-    options = {"transport": transport, "max_running_requests": 4, "max_waiting_requests": 8, "lease_seconds": 15}
+    options: dict[str, Any] = {
+        "transport": transport,
+        "max_running_requests": 4,
+        "max_waiting_requests": 8,
+        "lease_seconds": 15,
+    }
     with Fleet(server, tmp_path, 2, 4, **options) as fleet, Redis(port=server.port) as redis:
         fleet.send(60, chance, max_tokens=40)
         wait_for(lambda: fleet.unanswered < 60, "rows run")
