@@ -22,6 +22,13 @@ RANDOM_MESSAGES = 200
 ODD_VALUES: list[Any] = [None, 5, 1e999, "x", "", ["a"], [1, 2, 3], {}, {"a": 1}, True]
 
 
+@pytest.fixture(autouse=True)
+def emptied(server: EmbeddedServer) -> None:
+    """Other tests leave workers behind that nobody will ever take off the books."""
+    with Redis(port=server.port) as redis:
+        redis.flushall()
+
+
 def template(fleet: Fleet, redis: Redis) -> dict[str, Any]:
     body = {"prompt": "x", "max_tokens": 2, "model": fleet.adapters[0]}
     fleet.plain.send_task("lora_worker.generate", kwargs=body, queue="template")

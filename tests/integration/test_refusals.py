@@ -19,6 +19,13 @@ from lora_worker.embedded import EmbeddedServer
 REFUSES = "Redis refuses"
 
 
+@pytest.fixture(autouse=True)
+def emptied(server: EmbeddedServer) -> None:
+    """Other tests leave workers behind that nobody will ever take off the books."""
+    with Redis(port=server.port) as redis:
+        redis.flushall()
+
+
 def is_said(fleet: Fleet) -> bool:
     return all(REFUSES in worker.log for worker in fleet.workers)
 
