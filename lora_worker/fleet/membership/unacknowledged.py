@@ -60,7 +60,8 @@ class Unacknowledged:
         self._tags: set[str] = set()
         self._operations: deque[_Operation] = deque()
         self._writing: list[_Operation] = []
-        self._lock = threading.Lock()
+        # Reentrant: Celery cancels everything from within a signal handler, wherever the main thread is then.
+        self._lock = threading.RLock()
         self._wake = threading.Event()
         self._is_ended = False
         self._thread = threading.Thread(target=self._run, name="acknowledgements", daemon=True)

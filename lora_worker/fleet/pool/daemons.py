@@ -19,7 +19,7 @@ class DaemonThreads:
 
     def __init__(self, count: int, name: str) -> None:
         self._functions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in between, on the same thread
         self._unfinished = 0
         for i in range(count):
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True).start()
