@@ -118,7 +118,7 @@ class Window:
     def send_lost(self) -> int:
         """Publish again what Redis no longer knows of; returns how many lines that were."""
         now = time.monotonic()
-        if now - self._looked_at < LOOK_SECONDS or not self._sent:
+        if now - self._looked_at < LOOK_SECONDS or not len(self._flight):
             return 0
         self._looked_at = now
         lost = self._flight.vanished()

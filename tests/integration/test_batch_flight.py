@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from redis import Redis
+from redis.exceptions import RedisError
 
 from lora_worker.batch import window as window_module
 from lora_worker.batch.flight import FREED_SECONDS, Flight
@@ -42,8 +44,13 @@ def flight(server: EmbeddedServer, connection: Redis) -> Iterator[Flight]:  # no
 
 def messages(connection: Redis) -> list[str]:
     """The ids of the tasks that wait, in the order in which they are taken."""
-    (queue,) = connection.keys("lora*\x069") or connection.keys("lora*\x06*") or ["none"]
+    (queue,) = connection.keys("lora*\x06*") or ["none"]
     return [json.loads(message)["headers"]["id"] for message in reversed(connection.lrange(queue, 0, -1))]
+
+
+def answer(connection: Redis, flight: Flight, name: str) -> None:
+    meta = {"status": "SUCCESS", "result": {"id": name}}
+    connection.set(f"celery-task-meta-{flight.task_id(name)}", json.dumps(meta))
 
 
 def test_what_is_in_flight_is_not_published_again_by_anybody(
@@ -109,27 +116,47 @@ def test_a_message_is_found_in_a_queue_and_in_a_worker_s_hands(flight: Flight, c
     assert flight.lost() == {"1197", "1198", "1199"}
 
 
-def test_a_message_that_is_nowhere_twice_is_published_again(
-    connection: Redis, flight: Flight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(window_module, "LOOK_SECONDS", -1.0)
-    monkeypatch.setattr(window_module, "STALL_SECONDS", -1.0)
+@pytest.fixture
+def window(flight: Flight, tmp_path: Path) -> Iterator[Window]:
+    """A batch of five lines of which nothing is sent."""
     (tmp_path / "in").write_text("".join(json.dumps(BODY) + "\n" for _ in range(5)))
-    store = Store(None)
-    with open_source(str(tmp_path / "in"), spool_folder=tmp_path) as source:
+    with open_source(str(tmp_path / "in"), spool_folder=tmp_path) as source, closing(Store(None)) as store:
         with store.transaction():
             store.set(job=JOB)
             Scan(store, job=JOB, default_model=None).run(source)
             store.set_turns(take_turns(store.models(), 1), 1)
         tally = Tally(store.models(), total=5, done=0, failed=0)
         roster = Roster(None, 0, 0, 0)
-        window = Window(store, source, flight, tally, roster=roster, default_model=None, max_in_flight=100)
-        window.begin()
-        window.send()
-        assert window.send_lost() == 0
-        (queue,) = connection.keys("lora*\x06*")
-        connection.lpop(queue)
-        assert [window.send_lost(), window.send_lost(), window.send_lost()] == [0, 1, 0]
-        assert sorted(messages(connection)) == sorted(flight.task_id(f"{i}.0") for i in range(1, 6))
-        assert (len(window), tally.in_flight) == (5, 5)
-    store.close()
+        yield Window(store, source, flight, tally, roster=roster, default_model=None, max_in_flight=100)
+
+
+def test_a_message_that_is_nowhere_twice_is_published_again(
+    connection: Redis, flight: Flight, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_module, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(window_module, "STALL_SECONDS", -1.0)
+    window.begin()
+    window.send()
+    assert window.send_lost() == 0
+    (queue,) = connection.keys("lora*\x06*")
+    connection.lpop(queue)
+    assert [window.send_lost(), window.send_lost(), window.send_lost()] == [0, 1, 0]
+    assert sorted(messages(connection)) == sorted(flight.task_id(f"{i}.0") for i in range(1, 6))
+    assert len(window) == 5
+
+
+def test_the_last_answers_are_let_go_of_where_redis_lost_its_data_before_they_were_freed(
+    connection: Redis, flight: Flight, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_module, "LOOK_SECONDS", -1.0)
+    window.begin()
+    window.send()
+    for name in flight.names:
+        answer(connection, flight, name)
+    connection.acl_setuser("default", commands=["-srem"])  # what frees them fails
+    with pytest.raises(RedisError):
+        window.collect()
+    connection.acl_setuser("default", commands=["+srem"])
+    connection.flushall()
+    assert (window.collect(), window.send_lost(), len(window)) == (False, 0, 0)
+    assert messages(connection) == []
