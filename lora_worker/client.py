@@ -10,10 +10,11 @@ from celery import Celery
 from celery.result import AsyncResult
 from kombu.entity import Exchange, Queue
 
-# Celery raises a task's error as its own class where the module of the class has been imported.
-import lora_worker.errors as _errors  # noqa: F401
 from lora_worker.batch.flight import Flight
 from lora_worker.batch.stream import MAX_IN_FLIGHT, BatchResult, run_rows
+
+# Celery raises a task's error as its own class where this module has been imported.
+from lora_worker.errors import BatchError
 from lora_worker.fleet.configuration import common_configuration
 from lora_worker.fleet.keys import Keys
 from lora_worker.fleet.revoked import write_revoked
@@ -97,11 +98,13 @@ class Client:
     def batch(self, rows: Iterable[Any], *, max_in_flight: int = MAX_IN_FLIGHT) -> Iterator[BatchResult]:
         """Generate for any number of rows, and yield each row's result as it is ready.
 
-        A row is a request body, or an object in OpenAI's batch form. Rows are taken from the iterable as room comes
-        up, `max_in_flight` at a time, so a slow consumer holds up the producer and memory stays flat; among those,
-        rows of one adapter are sent together. A row that fails yields its error. Leaving the loop early revokes what
-        is in flight.
+        A row is a request body, or an object in OpenAI's batch form. Rows are taken from the iterable, on a thread of
+        its own, as room comes up, `max_in_flight` at a time, so a slow consumer holds up the producer and memory stays
+        flat; among those that are there, rows of one adapter are sent together. A row that fails yields its error.
+        Leaving the loop early revokes what is in flight. Raises BatchError where `max_in_flight` is less than 1.
         """
+        if max_in_flight < 1:
+            raise BatchError(f"max_in_flight is {max_in_flight}; it must be at least 1")
         return run_rows(rows, self.flight(str(uuid.uuid4())), max_in_flight=max_in_flight)
 
     def flight(self, job: str) -> Flight:

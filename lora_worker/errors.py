@@ -84,7 +84,7 @@ class DemoError(LoraWorkerError):
 
 
 class BatchError(LoraWorkerError):
-    """A batch file cannot be read, written or continued."""
+    """A batch cannot be begun, read, written or continued."""
 
 
 def raiser(error: Exception) -> Callable[[], Any]:

@@ -6,10 +6,10 @@ import time
 
 from celery import Celery
 
-from lora_worker.batch.flight import REDIS_ERRORS
+from lora_worker.batch.flight import REDIS_ERRORS, STALL_SECONDS
 from lora_worker.batch.interrupts import Interrupts
 from lora_worker.batch.progress import Progress
-from lora_worker.batch.window import STALL_SECONDS, Window
+from lora_worker.batch.window import Window
 from lora_worker.batch.writer import Writer
 
 # How long to wait for answers when none were there, and when some were.

@@ -11,8 +11,9 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from lora_worker.batch import window as window_module
+from lora_worker.batch import flight as flight_module
 from lora_worker.batch.flight import FREED_SECONDS, Flight
+from lora_worker.batch.lost import find_messages
 from lora_worker.batch.roster import Roster
 from lora_worker.batch.scan import Scan, take_turns
 from lora_worker.batch.source import open_source
@@ -93,27 +94,42 @@ def test_errors_and_states_of_celery_are_told_apart(flight: Flight, connection: 
     assert (second.code, second.message) == ("task_revoked", "revoked")
 
 
-def test_a_redis_that_came_back_empty_is_noticed(flight: Flight, connection: Redis) -> None:
+def test_a_redis_that_came_back_empty_is_noticed(
+    flight: Flight, connection: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight_module, "LOOK_SECONDS", -1.0)
     flight.send({"1.0": BODY, "2.0": BODY})
-    assert flight.vanished() == []
+    assert flight.lost() == []
     connection.flushall()
-    assert flight.vanished() == ["1.0", "2.0"]
+    assert flight.lost() == ["1.0", "2.0"]
     flight.send({"1.0": BODY})
-    assert flight.vanished() == ["2.0"]
+    assert flight.lost() == ["2.0"]
     assert messages(connection) == [flight.task_id("1.0")]
 
 
-def test_a_message_is_found_in_a_queue_and_in_a_worker_s_hands(flight: Flight, connection: Redis) -> None:
+def test_a_message_is_found_in_a_queue_and_in_a_worker_s_hands(
+    flight: Flight, server: EmbeddedServer, connection: Redis
+) -> None:
     flight.send({str(i): BODY for i in range(1200)})
-    assert flight.lost() == set()
+    ids = {flight.task_id(name): name for name in flight.names}
+
+    raw = Redis(port=server.port)
+
+    def missing() -> set[str]:
+        found = find_messages(raw, "lora", ids)
+        assert found is not None
+        return {ids[task_id] for task_id in ids.keys() - found}
+
+    assert missing() == set()
     (queue,) = connection.keys("lora*\x06*")
     claimed = connection.rpop(queue)
-    assert flight.lost() == {"0"}
+    assert missing() == {"0"}
     connection.hset("lora:unacked:w@h:1", "tag", json.dumps([claimed, "", queue]))
-    assert flight.lost() == set()
+    assert missing() == set()
     for _ in range(3):
         connection.lpop(queue)
-    assert flight.lost() == {"1197", "1198", "1199"}
+    assert missing() == {"1197", "1198", "1199"}
+    raw.close()
 
 
 @pytest.fixture
@@ -133,8 +149,8 @@ def window(flight: Flight, tmp_path: Path) -> Iterator[Window]:
 def test_a_message_that_is_nowhere_twice_is_published_again(
     connection: Redis, flight: Flight, window: Window, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window_module, "LOOK_SECONDS", -1.0)
-    monkeypatch.setattr(window_module, "STALL_SECONDS", -1.0)
+    monkeypatch.setattr(flight_module, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(flight_module, "STALL_SECONDS", -1.0)
     window.begin()
     window.send()
     assert window.send_lost() == 0
@@ -148,7 +164,7 @@ def test_a_message_that_is_nowhere_twice_is_published_again(
 def test_the_last_answers_are_let_go_of_where_redis_lost_its_data_before_they_were_freed(
     connection: Redis, flight: Flight, window: Window, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window_module, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(flight_module, "LOOK_SECONDS", -1.0)
     window.begin()
     window.send()
     for name in flight.names:
