@@ -15,6 +15,7 @@ from rich.console import Console
 from lora_worker.batch.batch import check_batch, run_batch
 from lora_worker.batch.options import ORDERS, BatchOptions
 from lora_worker.batch.summary import Summary
+from lora_worker.cli_redis import open_client
 from lora_worker.client import Client
 from lora_worker.embedded import EmbeddedServer
 from lora_worker.errors import SettingsError
@@ -88,8 +89,8 @@ def _run(options: BatchOptions, *, is_local: bool) -> Summary:
     with ExitStack() as opened:
 
         def connect() -> Client:
-            redis_url = _start_locally(opened, console) if is_local else None
-            return opened.enter_context(closing(Client(redis_url)))
+            client = Client(_start_locally(opened, console)) if is_local else open_client()
+            return opened.enter_context(closing(client))
 
         return run_batch(options, connect, console)
 

@@ -12,7 +12,7 @@ from celery import Celery
 from kombu.entity import Queue
 from rich.console import Console
 
-from lora_worker.batch.flight import REDIS_ERRORS, Flight
+from lora_worker.batch.flight import Flight
 from lora_worker.batch.manifest import Manifest
 from lora_worker.batch.options import BatchOptions, check_paths, refuse_to_overwrite
 from lora_worker.batch.output import Output, OutputFile, read_rows
@@ -100,10 +100,7 @@ def _run(
 
 
 def _ask(sender: Sender, progress: Progress) -> Roster:
-    try:
-        roster = ask_workers(sender.app, sender.queue_of(None, LIST_LORA_ADAPTERS))
-    except REDIS_ERRORS as error:
-        raise BatchError(f"Redis does not answer ({error}); start it, or set redis_url") from None
+    roster = ask_workers(sender.app, sender.queue_of(None, LIST_LORA_ADAPTERS))
     if not roster.workers:
         progress.say("No worker answers; the lines wait in Redis until one does.")
     return roster

@@ -128,12 +128,6 @@ def test_a_dry_run_counts_and_writes_nothing() -> None:
     assert run("-", "-o", "out", "--dry-run", text=json.dumps(lines[0])).exit_code == 0
 
 
-def test_redis_away_at_the_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORA_WORKER_REDIS_URL", "redis://127.0.0.1:1/0")
-    Path("in").write_text('{"prompt": "p"}\n')
-    assert "Redis does not answer" in refused("in", "-o", "out")
-
-
 def test_a_local_run_without_a_model_says_what_is_missing() -> None:
     Path("in").write_text('{"prompt": "p"}\n')
     assert "LORA_WORKER_MODEL" in str(run("in", "-o", "out", "--local").exception)
