@@ -43,7 +43,8 @@ class Sender(Protocol):
 def check_batch(options: BatchOptions) -> Summary:
     """Read and count the lines; nothing is sent or written."""
     with open_source(options.source, spool_folder=options.folder) as source, closing(Store(None)) as store:
-        _index(store, source, options)
+        with store.transaction():
+            _index(store, source, options)
         return summarize(store)
 
 
