@@ -76,7 +76,7 @@ class EmbeddedServerError(LoraWorkerError):
 
 
 class LocalWorkerError(LoraWorkerError):
-    """A worker of the command's own did not start; the end of its log follows."""
+    """A worker of the command's own has ended; the end of its log follows."""
 
 
 class DemoError(LoraWorkerError):

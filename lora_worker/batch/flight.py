@@ -16,6 +16,7 @@ from lora_worker.batch.lost import find_messages
 from lora_worker.batch.publishing import Outgoing, Publisher
 from lora_worker.batch.rows import code_of
 from lora_worker.fleet.keys import Keys
+from lora_worker.fleet.living import living_workers
 
 # What Redis raises while it is away, or full; the batch waits, and goes on.
 REDIS_ERRORS = (RedisError, OperationalError, ConnectionError)
@@ -92,6 +93,10 @@ class Flight:
     def stalled_seconds(self) -> float:
         """How long nothing has come back."""
         return time.monotonic() - self._moved_at
+
+    def living(self) -> list[str]:
+        """The node names of the fleet's living workers."""
+        return living_workers(self._redis, self._keys)
 
     def task_id(self, name: str) -> str:
         return str(uuid.uuid5(self._job, name))

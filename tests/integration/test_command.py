@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from support.batch_command import COMMAND
+from support.batch_command import COMMAND, BatchCommand
 from support.paced import PacedWorkerProcess, write_paced_adapter
 from support.worker_process import wait_for
 
@@ -108,3 +108,20 @@ def test_a_redis_that_goes_while_an_answer_is_awaited_ends_the_command_with_one_
     _, errors = waiting.communicate()
     assert (waiting.returncode, "does not answer" in errors, len(errors.splitlines())) == (1, True, 1), errors
     own_server.start()
+
+
+def test_of_two_fleets_on_one_redis_each_command_sees_its_own(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    (tmp_path / "worker").mkdir()
+    with PacedWorkerProcess(own_server, tmp_path / "worker", {"queue_prefix": "other"}) as worker:
+        worker.wait_until_ready()
+        code, output, _ = run(own_server.url, "status")
+        assert (code, "No worker answers." in output) == (1, True)
+        code, output, _ = run(own_server.url, "status", queue_prefix="other")
+        assert (code, "No worker answers." in output) == (0, False)
+        (tmp_path / "in.jsonl").write_text('{"prompt": "p", "max_tokens": 1}\n')
+        batch = BatchCommand(own_server, tmp_path)
+        wait_for(lambda: "No worker answers; the lines wait" in batch.said, "no other fleet's worker is counted")
+        batch.kill()
+        (tmp_path / "out.jsonl").unlink()
+        (tmp_path / "out.jsonl.batch").unlink()
+        assert BatchCommand(own_server, tmp_path, queue_prefix="other").end().code == 0

@@ -186,8 +186,12 @@ def test_a_full_disk_is_said_and_changes_nothing(store: Store, tmp_path: Path) -
 
 
 def test_a_signal_right_after_the_commit_stays_what_it_is(store: Store) -> None:
-    with pytest.raises(SystemExit), store.transaction():
-        store.set(job="j")
-        store._db.execute("COMMIT")
-        raise SystemExit
+    def commit_and_end() -> None:
+        with store.transaction():
+            store.set(job="j")
+            store._db.execute("COMMIT")
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        commit_and_end()
     assert store.get("job") == "j"
