@@ -9,17 +9,12 @@ from typing import Any, NamedTuple
 
 from celery import Celery, states
 from kombu.entity import Queue
-from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError
 
 from lora_worker.batch.lost import find_messages
 from lora_worker.batch.publishing import Outgoing, Publisher
 from lora_worker.batch.rows import code_of
 from lora_worker.fleet.keys import Keys
 from lora_worker.fleet.living import living_workers
-
-# What Redis raises while it is away, or full; the batch waits, and goes on.
-REDIS_ERRORS = (RedisError, OperationalError, ConnectionError)
 
 # Few enough that answers of a megabyte each still fit into memory.
 FETCH_KEYS = 200

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from lora_worker.batch.flight import REDIS_ERRORS, STALL_SECONDS
+from lora_worker.batch.flight import STALL_SECONDS
 from lora_worker.batch.interrupts import Interrupts
 from lora_worker.batch.progress import Progress
+from lora_worker.batch.redis_errors import REDIS_ERRORS, is_passing
 from lora_worker.batch.window import Window
 from lora_worker.batch.writer import Writer
+from lora_worker.errors import BatchError
 
 # How long to wait for answers when none were there, and when some were.
 IDLE_SECONDS = 0.1
@@ -65,6 +67,11 @@ class Runner:
                 return False
             return self._step()
         except REDIS_ERRORS as error:
+            if not is_passing(error):
+                raise BatchError(
+                    f"Redis refuses what the batch asks of it ({error}); docs/redis.md says what an account needs. The "
+                    f"batch can go on later"
+                ) from None
             self._wait_for_redis(error)
             return False
 
