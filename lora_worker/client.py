@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,14 +11,14 @@ from celery import Celery
 from celery.result import AsyncResult
 from kombu.entity import Exchange, Queue
 
-from lora_worker.batch.flight import Flight
+from lora_worker.batch.flight import FREED_SECONDS, Flight
 from lora_worker.batch.stream import MAX_IN_FLIGHT, BatchResult, run_rows
 
 # Celery raises a task's error as its own class where this module has been imported.
 from lora_worker.errors import BatchError
 from lora_worker.fleet.configuration import common_configuration
 from lora_worker.fleet.keys import Keys
-from lora_worker.fleet.revoked import write_revoked
+from lora_worker.fleet.revoked import IDS_A_CALL, write_revoked
 from lora_worker.fleet.routing import queue_for
 from lora_worker.messages import (
     GENERATE,
@@ -49,6 +50,7 @@ class Client:
         self.app = Celery("lora_worker.client", set_as_current=False)
         self.app.conf.update(common_configuration(settings))
         self._keys = Keys(settings.queue_prefix, settings.partitions)
+        self._lease_seconds = settings.lease_seconds
         self._base_name = settings.base_name if settings.model or settings.served_model_name else None
 
     def generate(self, **body: Any) -> AsyncResult:
@@ -93,7 +95,8 @@ class Client:
         """Revoke tasks, queued or running: also those that only a worker which starts later will see."""
         remember = self.app.conf.result_expires
         write_revoked(self.app.backend.client, self._keys, task_ids, remember_seconds=remember)
-        self.app.control.revoke(list(task_ids), terminate=True)
+        for first in range(0, len(task_ids), IDS_A_CALL):
+            self.app.control.revoke(list(task_ids[first : first + IDS_A_CALL]), terminate=True)
 
     def batch(self, rows: Iterable[Any], *, max_in_flight: int = MAX_IN_FLIGHT) -> Iterator[BatchResult]:
         """Generate for any number of rows, and yield each row's result as it is ready.
@@ -109,7 +112,14 @@ class Client:
 
     def flight(self, job: str) -> Flight:
         """What `batch` and the batch command send by; `job` is a UUID."""
-        return Flight(self.app, job, self._keys, queue_of=self.queue_of, cancel=self.cancel)
+        return Flight(
+            self.app,
+            job,
+            self._keys,
+            queue_of=self.queue_of,
+            cancel=self.cancel,
+            freed_seconds=max(FREED_SECONDS, math.ceil(2 * self._lease_seconds)),
+        )
 
     def queue_of(self, model: Any, task: str = GENERATE) -> Queue:
         """The queue of a model's requests (None: the bare base), or of another task."""

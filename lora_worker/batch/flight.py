@@ -20,7 +20,7 @@ from lora_worker.fleet.living import living_workers
 FETCH_KEYS = 200
 REVOKE_IDS = 1000
 # A worker that dies between storing an answer and acknowledging its message leaves the message to its peers, who run it
-# once more if they don't find the answer. They have it within the lease, of 15 s by default.
+# once more if they don't find the answer. They have it within two leases, of 15 s by default.
 FREED_SECONDS = 30
 LOOK_SECONDS = 5.0
 # After this long without any answer it is looked whether there is still something to wait for.
@@ -53,6 +53,7 @@ class Flight:
         keys: the fleet's names in Redis.
         queue_of: the queue of a model's requests.
         cancel: revokes the tasks of these ids, wherever they are.
+        freed_seconds: how long answers stay in Redis after they are freed.
     """
 
     def __init__(
@@ -63,11 +64,13 @@ class Flight:
         *,
         queue_of: Callable[[str | None], Queue],
         cancel: Callable[..., None],
+        freed_seconds: int = FREED_SECONDS,
     ) -> None:
         self._app = app
         self._job = uuid.UUID(job)
         self._queue_of = queue_of
         self._cancel = cancel
+        self._freed_seconds = freed_seconds
         self._redis = app.backend.client
         self._key = keys.batch(job)
         self._keys = keys
@@ -121,12 +124,12 @@ class Flight:
                 yield ended
 
     def free(self, names: Sequence[str]) -> None:
-        """Let go of answers that have been kept elsewhere; Redis removes them after FREED_SECONDS."""
+        """Let go of answers that have been kept elsewhere; Redis removes them after `freed_seconds`."""
         if not names:
             return
         with self._redis.pipeline(transaction=True) as pipe:
             for name in names:
-                pipe.expire(self._task(self.task_id(name)).result_key, FREED_SECONDS)
+                pipe.expire(self._task(self.task_id(name)).result_key, self._freed_seconds)
             pipe.srem(self._key, *names)
             pipe.execute()
         for name in names:
@@ -156,12 +159,11 @@ class Flight:
                 self._redis.srem(self._key, *lost)
         return lost
 
-    def revoke(self) -> None:
-        """Take back everything that is in flight, wherever it is."""
-        names = self.names
+    def revoke(self, names: Sequence[str]) -> None:
+        """Take back tasks, wherever they are."""
         for i in range(0, len(names), REVOKE_IDS):
             part = names[i : i + REVOKE_IDS]
-            self._cancel(*(self._in_flight[name].id for name in part))
+            self._cancel(*(self.task_id(name) for name in part))
             self.free(part)
 
     def close(self) -> None:

@@ -238,13 +238,12 @@ class Store:
             "UPDATE lines SET attempt = attempt + 1 WHERE number = ? AND state = 0", ((number,) for number in numbers)
         )
 
-    def reopen_errors(self) -> int:
-        """Let the lines wait again of which a worker said that they failed; returns how many they are."""
-        changed = self._db.execute(
+    def reopen_errors(self) -> None:
+        """Let the lines wait again of which a worker said that they failed."""
+        self._db.execute(
             "UPDATE lines SET state = 0, attempt = attempt + 1, code = NULL, row = NULL "
             "WHERE code IS NOT NULL AND model > 0"
         )
-        return changed.rowcount
 
     def put_back(self, rows: Iterable[FinishedRow]) -> None:
         """Rows that were written are to be written again."""

@@ -67,7 +67,7 @@ def run_rows(rows: Iterable[Any], flight: Flight, *, max_in_flight: int) -> Iter
                     time.sleep(WAIT_SECONDS)
                 _send(flight, {name: pending[name] for name in flight.lost()})
         finally:
-            flight.revoke()
+            flight.revoke(flight.names)
 
 
 def _read(taken: Iterable[tuple[int, Any]]) -> tuple[list[BatchResult], dict[str, _Row]]:

@@ -67,12 +67,15 @@ class Window:
         return self._flight.stalled_seconds
 
     def begin(self) -> None:
-        """Once: await what an earlier run had published when it was killed, and remove what it had kept already."""
+        """Once: await what an earlier run had published when it ended.
+
+        What it had kept already, or given up while Redis was away, is revoked.
+        """
         if self._has_begun:
             return
         published = list(self._flight.published())
         stale = [name for name in published if not self._store.is_waiting(*_parts(name))]
-        self._flight.free(stale)
+        self._flight.revoke(stale)
         self._publish_all(name for name in published if name not in set(stale))
         self._has_begun = True
 
@@ -121,7 +124,7 @@ class Window:
         count = len(self._sent)
         with self._store.transaction():
             self._store.next_attempt(sent.line.number for sent in self._sent.values())
-        self._flight.revoke()
+        self._flight.revoke(self._flight.names)
         self._sent.clear()
         self._bytes = 0
         return count

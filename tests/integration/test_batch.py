@@ -180,7 +180,7 @@ def test_a_message_is_the_one_that_celery_would_send(client: Client, connection:
         assert message["properties"].pop("delivery_tag")
     assert ours == by_celery
     connection.delete(key)
-    flight.revoke()
+    flight.revoke(flight.names)
     flight.close()
 
 

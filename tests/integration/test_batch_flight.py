@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 from redis.exceptions import RedisError
+from support.worker_process import WAIT_SECONDS
 
 from lora_worker.batch import flight as flight_module
 from lora_worker.batch.flight import FREED_SECONDS, Flight
@@ -133,7 +135,7 @@ def test_a_message_is_found_in_a_queue_and_in_a_worker_s_hands(
 
 
 @pytest.fixture
-def window(flight: Flight, tmp_path: Path) -> Iterator[Window]:
+def store(tmp_path: Path) -> Iterator[Store]:
     """A batch of five lines of which nothing is sent."""
     (tmp_path / "in").write_text("".join(json.dumps(BODY) + "\n" for _ in range(5)))
     with open_source(str(tmp_path / "in"), spool_folder=tmp_path) as source, closing(Store(None)) as store:
@@ -141,8 +143,14 @@ def window(flight: Flight, tmp_path: Path) -> Iterator[Window]:
             store.set(job=JOB)
             Scan(store, job=JOB, default_model=None).run(source)
             store.set_turns(take_turns(store.models(), 1), 1)
-        tally = Tally(store.models(), total=5, done=0, failed=0)
-        roster = Roster(None, 0, 0, 0)
+        yield store
+
+
+@pytest.fixture
+def window(flight: Flight, store: Store, tmp_path: Path) -> Iterator[Window]:
+    tally = Tally(store.models(), total=5, done=0, failed=0)
+    roster = Roster(None, 0, 0, 0)
+    with open_source(str(tmp_path / "in"), spool_folder=tmp_path) as source:
         yield Window(store, source, flight, tally, roster=roster, default_model=None, max_in_flight=100)
 
 
@@ -169,10 +177,52 @@ def test_the_last_answers_are_let_go_of_where_redis_lost_its_data_before_they_we
     window.send()
     for name in flight.names:
         answer(connection, flight, name)
-    connection.acl_setuser("default", commands=["-srem"])  # what frees them fails
+    connection.execute_command("ACL", "SETUSER", "default", "-srem")  # what frees them fails
     with pytest.raises(RedisError):
         window.collect()
-    connection.acl_setuser("default", commands=["+srem"])
+    connection.execute_command("ACL", "SETUSER", "default", "+srem")
     connection.flushall()
     assert (window.collect(), window.send_lost(), len(window)) == (False, 0, 0)
     assert messages(connection) == []
+
+
+def test_tasks_that_could_not_be_revoked_are_when_the_batch_goes_on(
+    connection: Redis, server: EmbeddedServer, flight: Flight, store: Store, window: Window
+) -> None:
+    with closing(Client(server.url)) as client, closing(client.flight(JOB)) as earlier:
+        earlier.send({"1.0": BODY, "2.0": BODY})
+    with store.transaction():
+        store.next_attempt([1])
+    window.begin()
+    window.send()
+    assert connection.zrange("lora:revoked", 0, -1) == [flight.task_id("1.0")]
+    assert sorted(flight.published()) == ["1.1", "2.0", "3.0", "4.0", "5.0"]
+
+
+def test_an_answer_is_kept_for_messages_that_come_back_after_a_long_lease(
+    connection: Redis, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORA_WORKER_LEASE_SECONDS", "100")
+    with closing(Client(server.url)) as client, closing(client.flight(JOB)) as flight:
+        flight.send({"1.0": BODY})
+        answer(connection, flight, "1.0")
+        flight.free(["1.0"])
+        assert 190 < int(connection.ttl(f"celery-task-meta-{flight.task_id('1.0')}")) <= 200
+
+
+def test_any_number_of_tasks_is_revoked_by_messages_of_bounded_length(
+    connection: Redis, server: EmbeddedServer
+) -> None:
+    ids = [str(i) for i in range(2500)]
+    with closing(Client(server.url)) as client, connection.pubsub(ignore_subscribe_messages=True) as subscription:
+        subscription.psubscribe("*pidbox*")
+        subscription.get_message(timeout=WAIT_SECONDS)  # that it is subscribed
+        client.cancel(*ids)
+        sent: list[list[str]] = []
+        while sum(map(len, sent)) < len(ids):
+            message = subscription.get_message(timeout=WAIT_SECONDS)
+            assert message is not None
+            body = json.loads(b64decode(json.loads(message["data"])["body"]))
+            sent.append(body["arguments"]["task_id"])
+    assert [len(part) for part in sent] == [1000, 1000, 500]
+    assert [task_id for part in sent for task_id in part] == ids
