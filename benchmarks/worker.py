@@ -14,9 +14,6 @@ from lora_worker.embedded import EmbeddedServer
 from lora_worker.local_worker import local_worker
 from lora_worker.settings_sources import PREFIX
 
-# A thousand adapters are read before the worker is ready.
-START_SECONDS = 300.0
-
 
 @contextmanager
 def running_worker(**settings: Any) -> Iterator[Client]:
@@ -28,7 +25,7 @@ def running_worker(**settings: Any) -> Iterator[Client]:
     with (
         EmbeddedServer() as server,
         tempfile.TemporaryDirectory(prefix="lora-worker-bench-") as folder,
-        local_worker("bench", server.url, environment, folder=Path(folder), start_seconds=START_SECONDS),
+        local_worker("bench", server.url, environment, folder=Path(folder)),
         closing(Client(server.url)) as client,
     ):
         yield client

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import Any
 
 import click
-from celery.exceptions import TimeoutError as ResultTimeoutError
 from celery.result import AsyncResult
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
@@ -17,15 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_worker.cli_batch import batch
-from lora_worker.client import Client
+from lora_worker.cli_redis import await_answer, count_backlog, open_client, read_workers
 from lora_worker.errors import InvalidAdapterError, LoraWorkerError, SettingsError
-from lora_worker.fleet.backlog import Backlog, read_backlog
-from lora_worker.fleet.connection import connect
-from lora_worker.fleet.keys import Keys
 from lora_worker.settings import Settings, explain, mask_url
 
-# How long a command waits for a worker before it says that none answers.
-ANSWER_SECONDS = 60.0
 INSPECT_SECONDS = 3.0
 
 
@@ -55,8 +48,10 @@ def settings() -> None:
 @cli.command()
 def status() -> None:
     """Show the workers that answer, their slots, and how much waits."""
-    client = Client()
-    stats = client.app.control.inspect(timeout=INSPECT_SECONDS).stats() or {}
+    client = open_client()
+    workers = read_workers()
+    inspect = client.app.control.inspect(destination=workers, timeout=INSPECT_SECONDS)
+    stats = (inspect.stats() or {}) if workers else {}
     table = _table("worker", "model", "running", "waiting", "slots", "pinned", "hits", "loads", "evictions")
     for worker, info in sorted(stats.items()):
         engine = info["pool"].get("lora", {})
@@ -66,7 +61,7 @@ def status() -> None:
         counts = (", ".join(pool.get("pinned", [])), pool.get("hits"), pool.get("loads"), pool.get("evictions"))
         table.add_row(worker, *(str(value) for value in (*figures, slots, *counts)))
     Console().print(table if stats else "No worker answers.")
-    backlog = _backlog()
+    backlog = count_backlog()
     Console().print(
         f"{backlog.waiting} messages wait: {backlog.partitions} for adapters, {backlog.base} for the base, "
         f"{backlog.manage} to manage adapters, {backlog.inbox} in the inbox, {backlog.handed_over} handed over; "
@@ -117,7 +112,7 @@ def adapters() -> None:
 @click.option("--replace", is_flag=True, help="Replace an adapter of the same name.")
 def load(name: str, path: str, *, pinned: bool, replace: bool) -> None:
     """Load the adapter in the folder PATH, under the workers' adapter_roots, as NAME."""
-    _print_answer(Client().load_lora_adapter(name, path, pinned=pinned, replace=replace))
+    _print_answer(open_client().load_lora_adapter(name, path, pinned=pinned, replace=replace))
 
 
 @adapters.command()
@@ -126,28 +121,28 @@ def load(name: str, path: str, *, pinned: bool, replace: bool) -> None:
 @click.option("--timeout", "timeout_seconds", type=float, help="Seconds to wait for its running rows.")
 def unload(name: str, *, force: bool, timeout_seconds: float | None) -> None:
     """Unload the adapter NAME when its running rows have ended."""
-    _print_answer(Client().unload_lora_adapter(name, force=force, timeout_seconds=timeout_seconds))
+    _print_answer(open_client().unload_lora_adapter(name, force=force, timeout_seconds=timeout_seconds))
 
 
 @adapters.command()
 @click.argument("name")
 def pin(name: str) -> None:
     """Keep the adapter NAME in a slot."""
-    _print_answer(Client().pin_lora_adapter(name))
+    _print_answer(open_client().pin_lora_adapter(name))
 
 
 @adapters.command()
 @click.argument("name")
 def unpin(name: str) -> None:
     """Let the adapter NAME be evicted again."""
-    _print_answer(Client().unpin_lora_adapter(name))
+    _print_answer(open_client().unpin_lora_adapter(name))
 
 
 @adapters.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def list_adapters(*, as_json: bool) -> None:
     """List the loaded adapters and where their weights are."""
-    found = _answer(Client().list_lora_adapters())
+    found = await_answer(open_client().list_lora_adapters())
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -170,7 +165,7 @@ def main() -> None:
         cli()
     except LoraWorkerError as error:
         _fail(str(error))
-    except (OperationalError, RedisError) as error:
+    except (OperationalError, RedisError, ConnectionError) as error:
         _fail(f"Redis at {mask_url(Settings().redis_url)} does not answer ({error}); start it, or set redis_url")
 
 
@@ -179,23 +174,8 @@ def _fail(sentence: str) -> None:
     sys.exit(1)
 
 
-def _answer(result: AsyncResult) -> Any:
-    try:
-        return result.get(timeout=ANSWER_SECONDS)
-    except ResultTimeoutError:
-        raise LoraWorkerError(
-            f"no worker answered within {ANSWER_SECONDS:.0f} s; `lora-worker status` shows the workers that run"
-        ) from None
-
-
 def _print_answer(result: AsyncResult) -> None:
-    click.echo(json.dumps(_answer(result), indent=2))
-
-
-def _backlog() -> Backlog:
-    settings = Settings()
-    with connect(settings.redis_url, timeout_seconds=INSPECT_SECONDS) as redis:
-        return read_backlog(redis, Keys(settings.queue_prefix, settings.partitions))
+    click.echo(json.dumps(await_answer(result), indent=2))
 
 
 def _table(*columns: str) -> Table:

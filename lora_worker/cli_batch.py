@@ -15,10 +15,11 @@ from rich.console import Console
 from lora_worker.batch.batch import check_batch, run_batch
 from lora_worker.batch.options import ORDERS, BatchOptions
 from lora_worker.batch.summary import Summary
+from lora_worker.cli_redis import open_client
 from lora_worker.client import Client
 from lora_worker.embedded import EmbeddedServer
 from lora_worker.errors import SettingsError
-from lora_worker.local_worker import local_worker
+from lora_worker.local_worker import LocalWorker, local_worker
 from lora_worker.settings import Settings
 
 EXIT_ERROR_ROWS = 3
@@ -86,18 +87,23 @@ def _ended_by_sigterm() -> Iterator[None]:
 def _run(options: BatchOptions, *, is_local: bool) -> Summary:
     console = Console(stderr=True)
     with ExitStack() as opened:
+        workers: list[LocalWorker] = []
 
         def connect() -> Client:
-            redis_url = _start_locally(opened, console) if is_local else None
-            return opened.enter_context(closing(Client(redis_url)))
+            client = Client(_start_locally(opened, workers, console)) if is_local else open_client()
+            return opened.enter_context(closing(client))
 
-        return run_batch(options, connect, console)
+        def check() -> None:
+            for worker in workers:
+                worker.check()
+
+        return run_batch(options, connect, console, check=check)
 
 
-def _start_locally(opened: ExitStack, console: Console) -> str:
+def _start_locally(opened: ExitStack, workers: list[LocalWorker], console: Console) -> str:
     if Settings().model is None:
         raise SettingsError("no model is set for --local; set LORA_WORKER_MODEL to the folder of a transformers model")
     console.print("Starting a Redis and a worker ...")
     server = opened.enter_context(EmbeddedServer(ends_with_parent=True))
-    opened.enter_context(local_worker("local", server.url, os.environ))
+    workers.append(opened.enter_context(local_worker("local", server.url, os.environ)))
     return server.url

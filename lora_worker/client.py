@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,13 +11,14 @@ from celery import Celery
 from celery.result import AsyncResult
 from kombu.entity import Exchange, Queue
 
-# Celery raises a task's error as its own class where the module of the class has been imported.
-import lora_worker.errors as _errors  # noqa: F401
-from lora_worker.batch.flight import Flight
+from lora_worker.batch.flight import FREED_SECONDS, Flight
 from lora_worker.batch.stream import MAX_IN_FLIGHT, BatchResult, run_rows
+
+# Celery raises a task's error as its own class where this module has been imported.
+from lora_worker.errors import BatchError
 from lora_worker.fleet.configuration import common_configuration
 from lora_worker.fleet.keys import Keys
-from lora_worker.fleet.revoked import write_revoked
+from lora_worker.fleet.revoked import IDS_A_CALL, write_revoked
 from lora_worker.fleet.routing import queue_for
 from lora_worker.messages import (
     GENERATE,
@@ -48,6 +50,7 @@ class Client:
         self.app = Celery("lora_worker.client", set_as_current=False)
         self.app.conf.update(common_configuration(settings))
         self._keys = Keys(settings.queue_prefix, settings.partitions)
+        self._lease_seconds = settings.lease_seconds
         self._base_name = settings.base_name if settings.model or settings.served_model_name else None
 
     def generate(self, **body: Any) -> AsyncResult:
@@ -92,21 +95,31 @@ class Client:
         """Revoke tasks, queued or running: also those that only a worker which starts later will see."""
         remember = self.app.conf.result_expires
         write_revoked(self.app.backend.client, self._keys, task_ids, remember_seconds=remember)
-        self.app.control.revoke(list(task_ids), terminate=True)
+        for first in range(0, len(task_ids), IDS_A_CALL):
+            self.app.control.revoke(list(task_ids[first : first + IDS_A_CALL]), terminate=True)
 
     def batch(self, rows: Iterable[Any], *, max_in_flight: int = MAX_IN_FLIGHT) -> Iterator[BatchResult]:
         """Generate for any number of rows, and yield each row's result as it is ready.
 
-        A row is a request body, or an object in OpenAI's batch form. Rows are taken from the iterable as room comes
-        up, `max_in_flight` at a time, so a slow consumer holds up the producer and memory stays flat; among those,
-        rows of one adapter are sent together. A row that fails yields its error. Leaving the loop early revokes what
-        is in flight.
+        A row is a request body, or an object in OpenAI's batch form. Rows are taken from the iterable, on a thread of
+        its own, as room comes up, `max_in_flight` at a time, so a slow consumer holds up the producer and memory stays
+        flat; among those that are there, rows of one adapter are sent together. A row that fails yields its error.
+        Leaving the loop early revokes what is in flight. Raises BatchError where `max_in_flight` is less than 1.
         """
+        if max_in_flight < 1:
+            raise BatchError(f"max_in_flight is {max_in_flight}; it must be at least 1")
         return run_rows(rows, self.flight(str(uuid.uuid4())), max_in_flight=max_in_flight)
 
     def flight(self, job: str) -> Flight:
         """What `batch` and the batch command send by; `job` is a UUID."""
-        return Flight(self.app, job, self._keys, queue_of=self.queue_of, cancel=self.cancel)
+        return Flight(
+            self.app,
+            job,
+            self._keys,
+            queue_of=self.queue_of,
+            cancel=self.cancel,
+            freed_seconds=max(FREED_SECONDS, math.ceil(2 * self._lease_seconds)),
+        )
 
     def queue_of(self, model: Any, task: str = GENERATE) -> Queue:
         """The queue of a model's requests (None: the bare base), or of another task."""

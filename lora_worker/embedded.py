@@ -81,6 +81,8 @@ class EmbeddedServer:
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # Ctrl-C in a terminal would end it before the program that still needs it.
+            start_new_session=True,
             preexec_fn=self._preexec,
         )
         end = time.monotonic() + START_SECONDS

@@ -76,7 +76,7 @@ class EmbeddedServerError(LoraWorkerError):
 
 
 class LocalWorkerError(LoraWorkerError):
-    """A worker of the command's own did not start; the end of its log follows."""
+    """A worker of the command's own has ended; the end of its log follows."""
 
 
 class DemoError(LoraWorkerError):
@@ -84,7 +84,7 @@ class DemoError(LoraWorkerError):
 
 
 class BatchError(LoraWorkerError):
-    """A batch file cannot be read, written or continued."""
+    """A batch cannot be begun, read, written or continued."""
 
 
 def raiser(error: Exception) -> Callable[[], Any]:

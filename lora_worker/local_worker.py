@@ -5,11 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, NamedTuple
 
 from celery.exceptions import TimeoutError as ResultTimeoutError
 
@@ -17,22 +16,31 @@ from lora_worker.client import Client
 from lora_worker.embedded import end_with_parent
 from lora_worker.errors import LocalWorkerError
 
-START_SECONDS = 120.0
+LOOK_SECONDS = 1.0
+LOG_CHARACTERS = 2000
 STOP_SECONDS = 30.0
+
+
+class LocalWorker(NamedTuple):
+    """A worker that runs, and the file that it writes its log to."""
+
+    process: subprocess.Popen[bytes]
+    log: IO[str]
+
+    def check(self) -> None:
+        """Raise LocalWorkerError, with the end of its log, where it has ended."""
+        if self.process.poll() is None:
+            return
+        self.log.seek(0)
+        end = self.log.read()[-LOG_CHARACTERS:]
+        raise LocalWorkerError(f"the worker has ended with code {self.process.returncode}; the end of its log:\n{end}")
 
 
 @contextmanager
 def local_worker(
-    name: str,
-    redis_url: str,
-    environment: Mapping[str, str],
-    *,
-    folder: Path | None = None,
-    start_seconds: float = START_SECONDS,
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker on `redis_url`, ready to answer; ends with the block.
-
-    LocalWorkerError where it doesn't start within `start_seconds`.
+    name: str, redis_url: str, environment: Mapping[str, str], *, folder: Path | None = None
+) -> Iterator[LocalWorker]:
+    """A worker on `redis_url`, ready to answer; ends with the block. LocalWorkerError where it ends before that.
 
     `folder` is the directory it runs in, whose `.env` it reads; the caller's where it is left out.
     """
@@ -48,9 +56,10 @@ def local_worker(
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
+        worker = LocalWorker(process, log)
         try:
-            _wait_until_ready(process, redis_url, log, start_seconds)
-            yield process
+            _wait_until_ready(worker, redis_url)
+            yield worker
         finally:
             process.terminate()
             try:
@@ -60,18 +69,13 @@ def local_worker(
                 process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], redis_url: str, log: Any, seconds: float) -> None:
-    client = Client(redis_url)
-    result = client.list_lora_adapters()
-    end = time.monotonic() + seconds
-    try:
-        while time.monotonic() < end and process.poll() is None:
+def _wait_until_ready(worker: LocalWorker, redis_url: str) -> None:
+    """However long that takes: a large model, or a thousand adapters, on a slow disk."""
+    with closing(Client(redis_url)) as client:
+        result = client.list_lora_adapters()
+        while True:
             try:
-                result.get(timeout=1)
+                result.get(timeout=LOOK_SECONDS)
                 return
             except ResultTimeoutError:
-                continue
-    finally:
-        client.close()
-    log.seek(0)
-    raise LocalWorkerError(f"the worker did not start; the end of its log:\n{log.read()[-2000:]}")
+                worker.check()

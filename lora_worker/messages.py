@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
 
 from lora_worker.errors import InvalidRequestError
 from lora_worker.openai_fields import CHAT_ALONE, SERVED, refusal
@@ -38,10 +48,11 @@ _EXPECTED = {
     "tool_choice": "'auto' or 'none', since nothing can make the model call a function",
 }
 
+# Strict, so that no text or boolean runs as the number it could mean; an integer is a StrictFloat, too.
 TokenId = Annotated[StrictInt, Field(ge=0)]
 BiasedId = Annotated[int, Field(ge=0)]  # JSON has it as a string
-Bias = Annotated[float, Field(ge=-100, le=100)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[StrictFloat, Field(ge=-100, le=100)]
+Penalty = Annotated[StrictFloat, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
 class TextPart(BaseModel):
@@ -63,14 +74,19 @@ class ChatMessage(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
 
 
+def _refuse_strict(strict: bool) -> bool:  # noqa: FBT001 - the signature of a validator
+    if strict:
+        raise ValueError("a strict function promises arguments that fit its schema, which needs a grammar")
+    return strict
+
+
 class ToolFunction(BaseModel):
     """A function that a model may call; what else it carries is passed to the model's chat template."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: Annotated[str, Field(min_length=1)]
-    # A strict one promises arguments that fit its schema, which needs a grammar.
-    strict: Literal[False] | None = None
+    strict: Annotated[StrictBool, AfterValidator(_refuse_strict)] | None = None
 
 
 class Tool(BaseModel):
@@ -95,17 +111,17 @@ class GenerateRequest(BaseModel):
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0)] = 0
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[StrictFloat, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[StrictFloat, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[StrictInt, Field(ge=0)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] = []
-    ignore_eos: bool = False
+    ignore_eos: StrictBool = False
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    repetition_penalty: Annotated[StrictFloat, Field(ge=0.01, le=100)] = 1.0
     logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MAX_TOKEN_IDS)] = {}
     logprobs: StrictBool | Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -95,9 +95,11 @@ def refusal(name: str, value: Any) -> str | None:
     if name in WITHOUT_EFFECT:
         return None
     if name not in REFUSED:
-        return f"{name!r} is no field of a generate request; the fields are {', '.join(SERVED)}"
+        return f"{name[:80]!r} is no field of a generate request; the fields are {', '.join(SERVED)}"
     reason, harmless = REFUSED[name]
-    return None if value is None or value in harmless else f"{name!r} is not served: {reason}"
+    # In Python true is 1, and false 0.
+    is_harmless = any(type(value) is type(item) and value == item for item in harmless)
+    return None if value is None or is_harmless else f"{name!r} is not served: {reason}"
 
 
 def decisions_table() -> str:

@@ -37,6 +37,11 @@ from lora_worker.settings_sources import (
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ADAPTER_NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', the first a letter or digit"
 
+REDIS_URL_RULE = (
+    "a URL of the form redis://[:PASSWORD@]HOST:PORT/DB (rediss:// for TLS) is expected, with / ? # and @ in the "
+    "password written as %2F %3F %23 and %40"
+)
+
 
 def _path_to_str(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
@@ -132,16 +137,21 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, url: str) -> str:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            has_host = parts.hostname is not None and (parts.port is None or parts.port > 0)
+        except ValueError as error:
+            # Its own words may hold a part of the password.
+            raise ValueError(REDIS_URL_RULE) from error
         if "sentinel" in parts.scheme:
             raise ValueError(
                 "failing over through Redis Sentinel is not supported; name one Redis server, or an address that "
                 "follows its primary"
             )
         database = parts.path.removeprefix("/")
-        if parts.scheme not in ("redis", "rediss") or not (database == "" or database.isdecimal()):
-            raise ValueError("a URL of the form redis://[:PASSWORD@]HOST:PORT/DB (rediss:// for TLS) is expected")
-        parts.port  # noqa: B018 - raises ValueError where it is no port
+        is_torn = "@" in url and "@" not in parts.netloc
+        if parts.scheme not in ("redis", "rediss") or not has_host or is_torn or not (database or "0").isdecimal():
+            raise ValueError(REDIS_URL_RULE)
         if parts.scheme == "rediss" and "ssl_cert_reqs=" not in parts.query:
             # Celery refuses a URL that doesn't say so, and nobody who asks for TLS means less.
             query = f"{parts.query}&ssl_cert_reqs=CERT_REQUIRED".removeprefix("&")
@@ -215,12 +225,8 @@ def explain(settings: Settings) -> list[Explained]:
 
 
 def mask_url(url: str) -> str:
-    """The URL with its password, if it has one, shown as ***."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    netloc = parts.netloc.replace(f":{parts.password}@", ":***@")
-    return urlunsplit(parts._replace(netloc=netloc))
+    """The URL with whatever may be a user's name and password in it shown as ***; it need not be a valid one."""
+    return re.sub(r"//.*@", "//***@", url, flags=re.DOTALL)
 
 
 def _shown(name: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from celery import Celery
 from kombu.entity import Queue
 from rich.console import Console
 
-from lora_worker.batch.flight import REDIS_ERRORS, Flight
+from lora_worker.batch.flight import Flight
 from lora_worker.batch.manifest import Manifest
 from lora_worker.batch.options import BatchOptions, check_paths, refuse_to_overwrite
 from lora_worker.batch.output import Output, OutputFile, read_rows
@@ -43,14 +43,18 @@ class Sender(Protocol):
 def check_batch(options: BatchOptions) -> Summary:
     """Read and count the lines; nothing is sent or written."""
     with open_source(options.source, spool_folder=options.folder) as source, closing(Store(None)) as store:
-        _index(store, source, options)
+        with store.transaction():
+            _index(store, source, options)
         return summarize(store)
 
 
-def run_batch(options: BatchOptions, connect: Callable[[], Sender], console: Console) -> Summary:
-    """Run a batch, or what is left of it. `connect` is called where there is something to send.
+def run_batch(
+    options: BatchOptions, connect: Callable[[], Sender], console: Console, *, check: Callable[[], None]
+) -> Summary:
+    """Run a batch, or what is left of it.
 
-    Raises BatchError where the files don't allow it.
+    `connect` is called where there is something to send, and `check` again and again while it is awaited, to raise
+    where that is in vain. Raises BatchError where the files don't allow it, or Redis doesn't.
     """
     check_paths(options)
     with open_source(options.source, spool_folder=options.folder) as source, closing(Store(options.state)) as store:
@@ -64,7 +68,7 @@ def run_batch(options: BatchOptions, connect: Callable[[], Sender], console: Con
             if tally.done < tally.total:
                 if tally.done:
                     progress.say(f"{tally.done:,} of {tally.total:,} lines have a row already.")
-                _run(store, source, writer, options, tally, progress, connect())
+                _run(store, source, writer, options, tally, progress, connect(), check)
             writer.write()
         summary = summarize(store)
         if summary.is_complete:
@@ -80,13 +84,14 @@ def _run(
     tally: Tally,
     progress: Progress,
     sender: Sender,
+    check: Callable[[], None],
 ) -> None:
-    roster = _ask(sender, progress)
-    if store.get("lanes") != str(roster.lane_count):
-        with store.transaction():
-            store.set_turns(take_turns(store.models(), roster.lane_count), roster.lane_count)
-            store.set(lanes=str(roster.lane_count))
     with closing(sender.flight(store.job)) as flight:
+        roster = _ask(sender, flight, progress)
+        if store.get("lanes") != str(roster.lane_count):
+            with store.transaction():
+                store.set_turns(take_turns(store.models(), roster.lane_count), roster.lane_count)
+                store.set(lanes=str(roster.lane_count))
         window = Window(
             store,
             source,
@@ -96,14 +101,11 @@ def _run(
             default_model=options.model,
             max_in_flight=options.max_in_flight,
         )
-        Runner(sender.app, window, writer, progress).run()
+        Runner(window, writer, progress, living=flight.living, check=check).run()
 
 
-def _ask(sender: Sender, progress: Progress) -> Roster:
-    try:
-        roster = ask_workers(sender.app, sender.queue_of(None, LIST_LORA_ADAPTERS))
-    except REDIS_ERRORS as error:
-        raise BatchError(f"Redis does not answer ({error}); start it, or set redis_url") from None
+def _ask(sender: Sender, flight: Flight, progress: Progress) -> Roster:
+    roster = ask_workers(sender.app, flight.living(), sender.queue_of(None, LIST_LORA_ADAPTERS))
     if not roster.workers:
         progress.say("No worker answers; the lines wait in Redis until one does.")
     return roster

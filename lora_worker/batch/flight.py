@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from celery import Celery, states
 from kombu.entity import Queue
-from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError
 
 from lora_worker.batch.lost import find_messages
 from lora_worker.batch.publishing import Outgoing, Publisher
 from lora_worker.batch.rows import code_of
 from lora_worker.fleet.keys import Keys
-
-# What Redis raises while it is away, or full; the batch waits, and goes on.
-REDIS_ERRORS = (RedisError, OperationalError, ConnectionError)
+from lora_worker.fleet.living import living_workers
 
 # Few enough that answers of a megabyte each still fit into memory.
 FETCH_KEYS = 200
 REVOKE_IDS = 1000
 # A worker that dies between storing an answer and acknowledging its message leaves the message to its peers, who run it
-# once more if they don't find the answer. They have it within the lease, of 15 s by default.
+# once more if they don't find the answer. They have it within two leases, of 15 s by default.
 FREED_SECONDS = 30
+LOOK_SECONDS = 5.0
+# After this long without any answer it is looked whether there is still something to wait for.
+STALL_SECONDS = 60.0
 
 
 class Answer(NamedTuple):
@@ -53,6 +53,7 @@ class Flight:
         keys: the fleet's names in Redis.
         queue_of: the queue of a model's requests.
         cancel: revokes the tasks of these ids, wherever they are.
+        freed_seconds: how long answers stay in Redis after they are freed.
     """
 
     def __init__(
@@ -63,16 +64,20 @@ class Flight:
         *,
         queue_of: Callable[[str | None], Queue],
         cancel: Callable[..., None],
+        freed_seconds: int = FREED_SECONDS,
     ) -> None:
         self._app = app
         self._job = uuid.UUID(job)
         self._queue_of = queue_of
         self._cancel = cancel
+        self._freed_seconds = freed_seconds
         self._redis = app.backend.client
         self._key = keys.batch(job)
         self._keys = keys
         self._publisher = Publisher(app, self._redis, self._key)
         self._in_flight: dict[str, _Task] = {}
+        self._looked_at = self._moved_at = self._searched_at = time.monotonic()
+        self._suspects: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -81,6 +86,15 @@ class Flight:
     def names(self) -> list[str]:
         """The names of the tasks in flight, the oldest first."""
         return list(self._in_flight)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long nothing has come back."""
+        return time.monotonic() - self._moved_at
+
+    def living(self) -> list[str]:
+        """The node names of the fleet's living workers."""
+        return living_workers(self._redis, self._keys)
 
     def task_id(self, name: str) -> str:
         return str(uuid.uuid5(self._job, name))
@@ -106,15 +120,16 @@ class Flight:
             ]
             ended = [answer for answer in answers if answer is not None]
             if ended:
+                self._moved_at = time.monotonic()
                 yield ended
 
     def free(self, names: Sequence[str]) -> None:
-        """Let go of answers that have been kept elsewhere; Redis removes them after FREED_SECONDS."""
+        """Let go of answers that have been kept elsewhere; Redis removes them after `freed_seconds`."""
         if not names:
             return
         with self._redis.pipeline(transaction=True) as pipe:
             for name in names:
-                pipe.expire(self._task(self.task_id(name)).result_key, FREED_SECONDS)
+                pipe.expire(self._task(self.task_id(name)).result_key, self._freed_seconds)
             pipe.srem(self._key, *names)
             pipe.execute()
         for name in names:
@@ -125,36 +140,45 @@ class Flight:
         for name in self._redis.sscan_iter(self._key, count=1000):
             yield name.decode() if isinstance(name, bytes) else str(name)
 
-    def vanished(self) -> list[str]:
-        """What is in flight here and unknown to Redis, which has lost its data."""
-        names = self.names
-        if not names:
+    def lost(self) -> list[str]:
+        """Now and then: what is to be published again, if it is still awaited.
+
+        That is what Redis no longer knows of, having lost its data; and, where nothing comes back, what twice in a row
+        had neither an answer nor a message.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_SECONDS or not self._in_flight:
             return []
-        known = self._redis.smismember(self._key, names)
-        return [name for name, is_known in zip(names, known, strict=True) if not is_known]
+        self._looked_at = now
+        lost = self._vanished()
+        if not lost and min(self.stalled_seconds, now - self._searched_at) > STALL_SECONDS:
+            self._searched_at = now
+            missing = self._missing()
+            lost, self._suspects = list(missing & self._suspects), missing
+            if lost:
+                self._redis.srem(self._key, *lost)
+        return lost
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Let tasks be published again."""
-        names = list(names)
-        if names:
-            self._redis.srem(self._key, *names)
-
-    def revoke(self) -> None:
-        """Take back everything that is in flight, wherever it is."""
-        names = self.names
+    def revoke(self, names: Sequence[str]) -> None:
+        """Take back tasks, wherever they are."""
         for i in range(0, len(names), REVOKE_IDS):
             part = names[i : i + REVOKE_IDS]
-            self._cancel(*(self._in_flight[name].id for name in part))
+            self._cancel(*(self.task_id(name) for name in part))
             self.free(part)
-
-    def lost(self) -> set[str]:
-        """The names of those that have neither an answer nor a message; see `find_messages` for what it can miss."""
-        ids = {task.id: name for name, task in self._in_flight.items()}
-        found = find_messages(self._redis, self._keys.prefix, ids)
-        return set() if found is None else {ids[task_id] for task_id in ids.keys() - found}
 
     def close(self) -> None:
         self._publisher.close()
+
+    def _vanished(self) -> list[str]:
+        names = self.names
+        known = self._redis.smismember(self._key, names)
+        return [name for name, is_known in zip(names, known, strict=True) if not is_known]
+
+    def _missing(self) -> set[str]:
+        """What has neither an answer nor a message; see `find_messages` for what it can miss."""
+        ids = {task.id: name for name, task in self._in_flight.items()}
+        found = find_messages(self._redis, self._keys.prefix, ids)
+        return set() if found is None else {ids[task_id] for task_id in ids.keys() - found}
 
     def _task(self, task_id: str) -> _Task:
         return _Task(task_id, self._app.backend.get_key_for_task(task_id))

@@ -40,9 +40,9 @@ class BatchOptions(NamedTuple):
 def check_paths(options: BatchOptions) -> None:
     """Raise BatchError where the files can't be those of a batch."""
     read = [] if options.source == STANDARD_INPUT else [Path(options.source)]
-    places = [file.resolve() for file in (*options.written, *read)]
+    places = [file.resolve() for file in (*options.written, options.state, *read)]
     if len(set(places)) < len(places):
-        raise BatchError("input, output and error file must be different files")
+        raise BatchError(f"input, output, error file and the state {options.state.name} must be different files")
     for file in options.written:
         if not file.resolve().parent.is_dir():
             raise BatchError(f"the folder of the output {file} does not exist; make it first")

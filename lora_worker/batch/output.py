@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ class OutputFile:
         self.path = path
         self._is_gzip = path.suffix == ".gz"
         try:
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)  # so that closing it writes nothing, and can't fail
         except OSError as error:
             raise BatchError(f"the output {path} cannot be written: {error.strerror}") from None
         found = self._file.tell()
@@ -46,8 +47,9 @@ class OutputFile:
         if not data:
             return
         try:
-            self._file.write(gzip.compress(data, 6) if self._is_gzip else data)
-            self._file.flush()
+            left = memoryview(gzip.compress(data, 6) if self._is_gzip else data)
+            while left:
+                left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
         except OSError as error:
             raise BatchError(
@@ -91,9 +93,15 @@ class Output:
 
 
 def read_rows(path: Path) -> Iterator[FinishedRow]:
-    """The rows of an output that nothing tore, one at a time."""
-    with path.open("rb") as file:
-        for line in gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file:
-            row = json.loads(line)
-            error = row["error"]
-            yield FinishedRow(number_of(row["id"]), None if error is None else error["code"], line)
+    """The rows of an output that nothing tore, one at a time; BatchError where it is not as it was written."""
+    try:
+        with path.open("rb") as file:
+            for line in gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file:
+                row = json.loads(line)
+                error = row["error"]
+                yield FinishedRow(number_of(row["id"]), None if error is None else error["code"], line)
+    except (KeyError, TypeError, AttributeError, ValueError, EOFError, OSError, zlib.error) as error:
+        raise BatchError(
+            f"{path} holds what this batch has not written ({error}); somebody has changed it. Give another output, or "
+            f"remove it and its state to begin again"
+        ) from None

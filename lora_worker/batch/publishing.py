@@ -24,17 +24,14 @@ BATCH_PRIORITY = 9
 KEEP_SECONDS = 7 * 86400
 
 # KEYS: the set of what is in flight, then a queue for each message. ARGV: seconds to keep the set, then for each
-# message its name in the set and its text. Returns how many were pushed.
+# message its name in the set and its text.
 _PUSH = """
-local pushed = 0
 for i = 2, #KEYS do
   if redis.call('SADD', KEYS[1], ARGV[2 * i - 2]) == 1 then
     redis.call('LPUSH', KEYS[i], ARGV[2 * i - 1])
-    pushed = pushed + 1
   end
 end
 redis.call('EXPIRE', KEYS[1], ARGV[1])
-return pushed
 """
 
 
@@ -78,12 +75,12 @@ class Publisher:
         self._push = connection.register_script(_PUSH)
         self._broker: Any = None
 
-    def publish(self, tasks: Iterable[Outgoing]) -> int:
-        """Push what isn't in flight already, in one step; returns how many that were."""
+    def publish(self, tasks: Iterable[Outgoing]) -> None:
+        """Push what isn't in flight already, in one step."""
         tasks = list(tasks)
         kept = self._messages(tasks)
         names = [part for task, message in zip(tasks, kept, strict=True) for part in (task.name, message.text)]
-        return int(self._push(keys=[self._key, *(message.key for message in kept)], args=[KEEP_SECONDS, *names]))
+        self._push(keys=[self._key, *(message.key for message in kept)], args=[KEEP_SECONDS, *names])
 
     def close(self) -> None:
         if self._broker is not None:

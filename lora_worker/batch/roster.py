@@ -47,9 +47,13 @@ class Roster(NamedTuple):
         return model is not None and self.models is not None and model not in self.models
 
 
-def ask_workers(app: Celery, listing_queue: Queue, *, wait_seconds: float = ANSWER_SECONDS) -> Roster:
-    """Ask whoever is there; the one task that this sends expires with the wait."""
-    stats: dict[str, Any] = app.control.inspect(timeout=INSPECT_SECONDS).stats() or {}
+def ask_workers(
+    app: Celery, living: list[str], listing_queue: Queue, *, wait_seconds: float = ANSWER_SECONDS
+) -> Roster:
+    """Ask the workers of these names; the one task that this sends expires with the wait."""
+    if not living:
+        return Roster(None, 0, 0, 0)
+    stats: dict[str, Any] = app.control.inspect(destination=living, timeout=INSPECT_SECONDS).stats() or {}
     pools = [info.get("pool", {}) for info in stats.values()]
     engines = [pool.get("lora", {}) for pool in pools]
     slots = sum(int(engine.get("pool", {}).get("max_loras_per_batch", 0)) for engine in engines)

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from celery import Celery
-
-from lora_worker.batch.flight import REDIS_ERRORS
+from lora_worker.batch.flight import STALL_SECONDS
 from lora_worker.batch.interrupts import Interrupts
 from lora_worker.batch.progress import Progress
-from lora_worker.batch.window import STALL_SECONDS, Window
+from lora_worker.batch.redis_errors import REDIS_ERRORS, is_passing
+from lora_worker.batch.window import Window
 from lora_worker.batch.writer import Writer
+from lora_worker.errors import BatchError
 
 # How long to wait for answers when none were there, and when some were.
 IDLE_SECONDS = 0.1
 BUSY_SECONDS = 0.02
 AWAY_SECONDS = 1.0
-PING_SECONDS = 2.0
 
 
 class Runner:
-    """Runs what is left of a batch to its end, or until it is interrupted twice."""
+    """Runs what is left of a batch to its end, or until it is interrupted twice.
 
-    def __init__(self, app: Celery, window: Window, writer: Writer, progress: Progress) -> None:
-        self._app = app
+    `living` says which workers there are. `check` is called in every turn, and raises where waiting is in vain.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        writer: Writer,
+        progress: Progress,
+        *,
+        living: Callable[[], list[str]],
+        check: Callable[[], None],
+    ) -> None:
         self._window = window
         self._writer = writer
         self._progress = progress
+        self._living = living
+        self._check = check
         self._interrupts = Interrupts()
         self._told_interrupts = 0
         self._told_stall_at = 0.0
@@ -37,6 +49,7 @@ class Runner:
         with self._interrupts:
             while not self._is_over:
                 has_moved = self._move()
+                self._check()
                 self._writer.write_now_and_then()
                 self._progress.update()
                 time.sleep(BUSY_SECONDS if has_moved else IDLE_SECONDS)
@@ -54,6 +67,11 @@ class Runner:
                 return False
             return self._step()
         except REDIS_ERRORS as error:
+            if not is_passing(error):
+                raise BatchError(
+                    f"Redis refuses what the batch asks of it ({error}); docs/redis.md says what an account needs. The "
+                    f"batch can go on later"
+                ) from None
             self._wait_for_redis(error)
             return False
 
@@ -97,8 +115,7 @@ class Runner:
         if not len(self._window) or min(self._window.stalled_seconds, now - self._told_stall_at) < STALL_SECONDS:
             return
         self._told_stall_at = now
-        workers = len(self._app.control.ping(timeout=PING_SECONDS))
         self._progress.say(
-            f"Nothing has come back for {self._window.stalled_seconds:.0f} s; {workers} workers answer, "
+            f"Nothing has come back for {self._window.stalled_seconds:.0f} s; {len(self._living())} workers live, "
             f"{len(self._window):,} rows wait for them."
         )

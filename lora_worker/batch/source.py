@@ -11,7 +11,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -99,14 +99,9 @@ def open_source(path: str, *, spool_folder: Path) -> Iterator[Source]:
                 raise BatchError(f"the input {path} cannot be read: {error.strerror}") from None
         name = "the standard input" if path == STANDARD_INPUT else path
         if path == STANDARD_INPUT or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            spool = files.enter_context(tempfile.TemporaryFile(dir=spool_folder))
-            file = _copy(file, spool)
+            file = files.enter_context(_copy(file, name, spool_folder))
         if _is_gzip(file):
-            spool = files.enter_context(tempfile.TemporaryFile(dir=spool_folder))
-            try:
-                file = _copy(gzip.GzipFile(fileobj=file), spool)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise BatchError(f"{name} is a damaged gzip file: {error}") from None
+            file = files.enter_context(_copy(gzip.GzipFile(fileobj=file), name, spool_folder))
         yield Source(file, name)
 
 
@@ -117,7 +112,20 @@ def _is_gzip(file: IO[bytes]) -> bool:
     return is_gzip
 
 
-def _copy(file: Any, spool: IO[bytes]) -> IO[bytes]:
-    shutil.copyfileobj(file, spool)
-    spool.flush()
+def _copy(file: Any, name: str, folder: Path) -> IO[bytes]:
+    try:
+        spool = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - the caller closes it
+    except OSError as error:
+        raise BatchError(f"{name} cannot be copied to {folder}: {error.strerror}") from None
+    try:
+        shutil.copyfileobj(file, spool)
+        spool.flush()
+    except BaseException as error:
+        with suppress(OSError):  # it tries once more to write what there is no room for
+            spool.close()
+        if isinstance(error, EOFError | gzip.BadGzipFile | zlib.error):
+            raise BatchError(f"{name} is a damaged gzip file: {error}") from None
+        if isinstance(error, OSError):
+            raise BatchError(f"{name} cannot be copied to {folder}: {error.strerror}") from None
+        raise
     return spool

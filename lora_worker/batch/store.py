@@ -112,13 +112,17 @@ class Store:
             yield
             self._db.execute("COMMIT")
         except sqlite3.OperationalError as error:
-            # SQLite has rolled back by itself where the disk was full.
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise BatchError(f"the state {self.path} cannot be written: {error}; the batch can go on later") from None
+            self._roll_back()
+            name = self.path or "in a temporary file"
+            raise BatchError(f"the state {name} cannot be written: {error}; the batch can go on later") from None
         except BaseException:
-            self._db.execute("ROLLBACK")
+            self._roll_back()
             raise
+
+    def _roll_back(self) -> None:
+        # SQLite has rolled back by itself where the disk was full; and a signal may come when all is committed.
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
 
     # What it is a batch of -----------------------------------------------------------------------
 
@@ -234,13 +238,12 @@ class Store:
             "UPDATE lines SET attempt = attempt + 1 WHERE number = ? AND state = 0", ((number,) for number in numbers)
         )
 
-    def reopen_errors(self) -> int:
-        """Let the lines wait again of which a worker said that they failed; returns how many they are."""
-        changed = self._db.execute(
+    def reopen_errors(self) -> None:
+        """Let the lines wait again of which a worker said that they failed."""
+        self._db.execute(
             "UPDATE lines SET state = 0, attempt = attempt + 1, code = NULL, row = NULL "
             "WHERE code IS NOT NULL AND model > 0"
         )
-        return changed.rowcount
 
     def put_back(self, rows: Iterable[FinishedRow]) -> None:
         """Rows that were written are to be written again."""

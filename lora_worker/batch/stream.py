@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
+from kombu.utils.json import dumps
+
+from lora_worker.batch.feed import Feed
 from lora_worker.batch.flight import Answer, Flight
 from lora_worker.batch.lines import BadLine, Line, check_line
 
 MAX_IN_FLIGHT = 1024
 PUBLISH_ROWS = 250
+# What has come by then is sent, however slow the next row is.
 WAIT_SECONDS = 0.05
-LOOK_SECONDS = 5.0
 
 
 class RowError(NamedTuple):
@@ -44,38 +47,33 @@ class _Row(NamedTuple):
 
 def run_rows(rows: Iterable[Any], flight: Flight, *, max_in_flight: int) -> Iterator[BatchResult]:
     """See `Client.batch`. Errors of Redis are the caller's, after a few tries of the connection's own."""
-    source = enumerate(rows)
     pending: dict[str, _Row] = {}
-    is_exhausted = False
-    looked_at = time.monotonic()
-    try:
-        while pending or not is_exhausted:
-            room = min(max_in_flight - len(pending), PUBLISH_ROWS)
-            taken = list(islice(source, room)) if not is_exhausted else []
-            is_exhausted = is_exhausted or len(taken) < room
-            bad, good = _read(taken)
-            yield from bad
-            _send(flight, good)
-            pending |= good
-            waiting = len(pending)
-            for answers in flight.collect():
-                for answer in answers:
-                    yield _result(pending.pop(answer.name), answer)
-                flight.free([answer.name for answer in answers])
-            if not taken and len(pending) == waiting:
-                time.sleep(WAIT_SECONDS)
-            if time.monotonic() - looked_at > LOOK_SECONDS:
-                looked_at = time.monotonic()
-                _send(flight, {name: pending[name] for name in flight.vanished()})
-    finally:
-        flight.revoke()
-        flight.close()
+    count = 0
+    with closing(flight), closing(Feed(rows)) as feed:
+        try:
+            while pending or not feed.is_exhausted:
+                taken = feed.take(min(max_in_flight - len(pending), PUBLISH_ROWS), wait_seconds=WAIT_SECONDS)
+                bad, good = _read(enumerate(taken, count))
+                count += len(taken)
+                pending |= good
+                _send(flight, good)
+                yield from bad
+                waiting = len(pending)
+                for answers in flight.collect():
+                    for answer in answers:
+                        yield _result(pending.pop(answer.name), answer)
+                    flight.free([answer.name for answer in answers])
+                if not taken and len(pending) == waiting:
+                    time.sleep(WAIT_SECONDS)
+                _send(flight, {name: pending[name] for name in flight.lost()})
+        finally:
+            flight.revoke(flight.names)
 
 
 def _read(taken: Iterable[tuple[int, Any]]) -> tuple[list[BatchResult], dict[str, _Row]]:
     bad, good = [], []
     for index, found in taken:
-        line = check_line(dict(found) if isinstance(found, Mapping) else found, index + 1)
+        line = _read_row(index, found)
         if isinstance(line, BadLine):
             bad.append(BatchResult(index, line.custom_id, None, RowError(line.code, line.message)))
         else:
@@ -83,6 +81,16 @@ def _read(taken: Iterable[tuple[int, Any]]) -> tuple[list[BatchResult], dict[str
     # One adapter's rows together, so that it is loaded once for all of them.
     good.sort(key=lambda row: row.line.model or "")
     return bad, {str(row.place): row for row in good}
+
+
+def _read_row(index: int, found: Any) -> Line | BadLine:
+    line = check_line(dict(found) if isinstance(found, Mapping) else found, index + 1)
+    if isinstance(line, Line):
+        try:
+            dumps(line.body)
+        except (TypeError, ValueError, RecursionError) as error:
+            return BadLine("invalid_json", f"row {index} (from 0) can't be written as JSON: {error}", line.custom_id)
+    return line
 
 
 def _send(flight: Flight, rows: dict[str, _Row]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -18,9 +17,6 @@ PUBLISH_LINES = 250
 PUBLISH_BYTES = 4 * 1024 * 1024
 # Prompts in flight; with short ones the number of lines is the bound.
 MOST_BYTES = 64 * 1024 * 1024
-LOOK_SECONDS = 5.0
-# After this long without any answer it is looked whether there is still something to wait for.
-STALL_SECONDS = 60.0
 
 
 class _Sent(NamedTuple):
@@ -58,8 +54,6 @@ class Window:
         self._sent: dict[str, _Sent] = {}
         self._bytes = 0
         self._turn = -1
-        self._looked_at = self._moved_at = self._searched_at = time.monotonic()
-        self._suspects: set[str] = set()
         self._has_begun = False
         self.is_exhausted = False
 
@@ -70,15 +64,18 @@ class Window:
     @property
     def stalled_seconds(self) -> float:
         """How long nothing has come back."""
-        return time.monotonic() - self._moved_at
+        return self._flight.stalled_seconds
 
     def begin(self) -> None:
-        """Once: await what an earlier run had published when it was killed, and remove what it had kept already."""
+        """Once: await what an earlier run had published when it ended.
+
+        What it had kept already, or given up while Redis was away, is revoked.
+        """
         if self._has_begun:
             return
         published = list(self._flight.published())
         stale = [name for name in published if not self._store.is_waiting(*_parts(name))]
-        self._flight.free(stale)
+        self._flight.revoke(stale)
         self._publish_all(name for name in published if name not in set(stale))
         self._has_begun = True
 
@@ -111,22 +108,11 @@ class Window:
                 self._tally.landed(line.model)
             self._flight.free([answer.name for answer in answers])
             has_collected = True
-        if has_collected:
-            self._moved_at = time.monotonic()
         return has_collected
 
     def send_lost(self) -> int:
         """Publish again what Redis no longer knows of; returns how many lines that were."""
-        now = time.monotonic()
-        if now - self._looked_at < LOOK_SECONDS or not self._sent:
-            return 0
-        self._looked_at = now
-        lost = self._flight.vanished()
-        if not lost and self.stalled_seconds > STALL_SECONDS and now - self._searched_at > STALL_SECONDS:
-            self._searched_at = now
-            missing = self._flight.lost()
-            lost, self._suspects = list(missing & self._suspects), missing
-            self._flight.forget(lost)
+        lost = self._flight.lost()
         # One that is no longer here was answered, and Redis was away when it was to be freed.
         self._flight.free([name for name in lost if name not in self._sent])
         unanswered = [name for name in lost if name in self._sent]
@@ -138,7 +124,7 @@ class Window:
         count = len(self._sent)
         with self._store.transaction():
             self._store.next_attempt(sent.line.number for sent in self._sent.values())
-        self._flight.revoke()
+        self._flight.revoke(self._flight.names)
         self._sent.clear()
         self._bytes = 0
         return count

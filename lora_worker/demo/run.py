@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,8 +19,7 @@ from rich.table import Table
 from lora_worker.client import Client
 from lora_worker.demo.model import find_gguf, prepare_model
 from lora_worker.embedded import EmbeddedServer, find_server
-from lora_worker.errors import DemoError
-from lora_worker.local_worker import local_worker
+from lora_worker.local_worker import LocalWorker, local_worker
 from lora_worker.settings_sources import PREFIX
 
 ADAPTERS = Path(__file__).parent / "adapters"
@@ -79,7 +77,7 @@ def _ask(client: Client, adapter: str | None, prompt: str) -> AsyncResult:
 
 
 @contextmanager
-def _worker(redis_url: str, model: Path, console: Console) -> Iterator[subprocess.Popen[bytes]]:
+def _worker(redis_url: str, model: Path, console: Console) -> Iterator[LocalWorker]:
     """A worker process as an operator starts it, ready to answer; ends with the block."""
     # The demo is the same wherever it runs: no settings of the user's, no .env of the directory.
     others = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
@@ -98,7 +96,7 @@ def _worker(redis_url: str, model: Path, console: Console) -> Iterator[subproces
         yield worker
 
 
-def _collect(asked: list[Asked], worker: subprocess.Popen[bytes], console: Console) -> list[dict[str, Any]]:
+def _collect(asked: list[Asked], worker: LocalWorker, console: Console) -> list[dict[str, Any]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -109,8 +107,7 @@ def _collect(asked: list[Asked], worker: subprocess.Popen[bytes], console: Conso
         bar = progress.add_task("Requests answered", total=len(asked))
         while not progress.finished:
             progress.update(bar, completed=sum(item.result.ready() for item in asked))
-            if worker.poll() is not None:
-                raise DemoError(f"the worker has ended with code {worker.returncode} before all requests were answered")
+            worker.check()
             time.sleep(LOOK_SECONDS)
     return [item.result.get() for item in asked]
 

@@ -193,6 +193,26 @@ def test_lines_wait_for_a_worker_where_none_runs(own_server: EmbeddedServer, tmp
     check_complete(tmp_path, rows=5)
 
 
+@pytest.mark.parametrize("refusal", ["commands", "password"])
+def test_what_redis_will_always_refuse_is_not_waited_for(
+    own_server: EmbeddedServer, tmp_path: Path, refusal: str
+) -> None:
+    batch = BatchCommand(own_server, tmp_path)
+    wait_for(lambda: "No worker answers; the lines wait in Redis" in batch.said, "the batch runs")
+    with Redis(port=own_server.port) as connection:
+        wait_for(lambda: connection.keys("lora:batch:*"), "lines are sent")
+        if refusal == "commands":
+            connection.acl_setuser("default", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-mget"])
+        else:
+            connection.acl_setuser("default", enabled=True, passwords=["+other"], reset_passwords=True)
+            connection.client_kill_filter(_type="normal", skipme=True)
+    ended = batch.end()
+    assert ended.code == 1
+    assert "Redis refuses what the batch asks of it (" in ended.errors
+    assert "docs/redis.md" in ended.errors
+    assert "Traceback" not in ended.errors
+
+
 def test_a_full_redis_is_waited_out(paced_worker: PacedWorkerProcess, tmp_path: Path) -> None:
     server = paced_worker.server
     batch = start(server, tmp_path)

@@ -40,6 +40,8 @@ class BatchCommand:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                # As a terminal starts it: Ctrl-C goes to all of its group.
+                process_group=0,
             )
 
     def end(self, seconds: float = WAIT_SECONDS) -> Ended:
@@ -57,7 +59,8 @@ class BatchCommand:
         self.process.communicate()
 
     def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
+        """Ctrl-C in its terminal."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     @property
     def said(self) -> str:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from lora_worker.batch.output import Output, OutputFile
+from lora_worker.batch.store import FinishedRow
 from lora_worker.cli import cli
 from lora_worker.errors import BatchError
 
@@ -18,8 +24,8 @@ def run(*arguments: str, text: str | None = None) -> Result:
     return CliRunner().invoke(cli, ["batch", *arguments], input=text)
 
 
-def refused(*arguments: str) -> str:
-    error = run(*arguments).exception
+def refused(*arguments: str, text: str | None = None) -> str:
+    error = run(*arguments, text=text).exception
     assert isinstance(error, BatchError), error
     return str(error)
 
@@ -109,8 +115,59 @@ def test_files_that_would_be_overwritten_are_refused() -> None:
     assert "different files" in refused("in", "-o", "in")
     assert "different files" in refused("in", "-o", "out", "--errors", "./out")
     assert "does not exist" in refused("in", "-o", "nowhere/out")
+    Path("x.batch").write_text('{"prompt": "p"}\n')
+    assert "different files" in refused("x.batch", "-o", "x")
+    assert "different files" in refused("in", "-o", "out", "--errors", "out.batch")
     assert "no earlier run" in refused("in", "-o", "out", "--retry-errors")
     assert "cannot be read" in refused("nothing", "-o", "out")
+
+
+def test_rows_that_somebody_edited_are_not_tried_again() -> None:
+    run("in", "-o", "out")
+    written = Path("out").read_bytes()
+    for torn in (written.replace(b'"error"', b'"errxr"'), written.replace(b"}\n", b"]\n"), b"[]" + written[2:]):
+        Path("out").write_bytes(torn)
+        assert "out holds what this batch has not written" in refused("in", "-o", "out", "--retry-errors")
+        assert Path("out").read_bytes() == torn
+
+
+@contextmanager
+def no_file_over(limit_bytes: int) -> Iterator[None]:
+    """Whoever writes more into a file gets an error, as on a disk that is full."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@pytest.mark.parametrize("name", ["out", "out.gz"])
+def test_an_output_without_room_is_said_in_one_sentence_and_can_be_gone_on_with(name: str) -> None:
+    rows = [FinishedRow(i, None, random.randbytes(4000).hex().encode() + b"\n") for i in range(3)]
+    path = Path(name)
+    output = Output(OutputFile(path, 0), None)
+    limit = 10_000 if path.suffix else 20_000
+    with no_file_over(limit):
+        output.append(rows[:2])
+        with pytest.raises(BatchError, match="cannot be written"):
+            output.append(rows[2:])
+        output.close()
+    assert path.stat().st_size == limit
+    with Output(OutputFile(path, output.lengths_bytes[0]), None) as again:
+        again.append(rows[2:])
+    found = path.read_bytes()
+    assert (gzip.decompress(found) if path.suffix else found) == b"".join(row.row for row in rows)
+
+
+def test_a_copy_of_the_input_without_room_or_folder_is_said_in_one_sentence() -> None:
+    text = json.dumps({"prompt": "p" * 100_000})
+    Path("in.gz").write_bytes(gzip.compress(text.encode()))
+    for source in ("-", "in.gz"):
+        with no_file_over(50_000):
+            sentence = refused(source, "-o", "out", "--dry-run", text=text)
+        assert "cannot be copied to" in sentence
+        assert "nowhere" in refused(source, "-o", "nowhere/out", "--dry-run", text=text)
 
 
 def test_a_dry_run_counts_and_writes_nothing() -> None:
@@ -126,12 +183,6 @@ def test_a_dry_run_counts_and_writes_nothing() -> None:
     assert ran.exit_code == 3
     assert [path.name for path in Path().iterdir()] == ["in"]
     assert run("-", "-o", "out", "--dry-run", text=json.dumps(lines[0])).exit_code == 0
-
-
-def test_redis_away_at_the_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORA_WORKER_REDIS_URL", "redis://127.0.0.1:1/0")
-    Path("in").write_text('{"prompt": "p"}\n')
-    assert "Redis does not answer" in refused("in", "-o", "out")
 
 
 def test_a_local_run_without_a_model_says_what_is_missing() -> None:

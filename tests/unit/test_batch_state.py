@@ -183,3 +183,15 @@ def test_a_full_disk_is_said_and_changes_nothing(store: Store, tmp_path: Path) -
     with pytest.raises(BatchError, match="disk is full; the batch can go on later"), store.transaction():
         store.finish([FinishedRow(1, None, b"x" * 1_000_000)])
     assert store.count_done() == 0
+
+
+def test_a_signal_right_after_the_commit_stays_what_it_is(store: Store) -> None:
+    def commit_and_end() -> None:
+        with store.transaction():
+            store.set(job="j")
+            store._db.execute("COMMIT")
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        commit_and_end()
+    assert store.get("job") == "j"

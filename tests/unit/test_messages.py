@@ -119,3 +119,31 @@ def test_every_error_survives_the_journey_to_a_client() -> None:
         again = error_class(*error.args)
         assert str(again) == str(error)
         assert error_class.__doc__
+
+
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@pytest.mark.parametrize("name", [*FLOATS, "ignore_eos"])
+@pytest.mark.parametrize("value", [True, "0.5", "yes", 1, 0.5])
+def test_a_value_is_taken_as_it_is_and_never_as_what_it_could_mean(name: str, value: Any) -> None:
+    right = type(value) is bool if name == "ignore_eos" else type(value) in (int, float)
+    if right:
+        assert getattr(parse_generate({"prompt": "a", name: value}), name) == value
+        return
+    with pytest.raises(InvalidRequestError, match=f"the field {name} has the wrong value '{value}'"):
+        parse_generate({"prompt": "a", name: value})
+
+
+@pytest.mark.parametrize("bias", [True, "1"])
+def test_a_bias_is_a_number(bias: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="the field logit_bias must be"):
+        parse_generate({"prompt": "a", "logit_bias": {"1": bias}})
+    assert parse_generate({"prompt": "a", "logit_bias": {"1": 2, 3: 0.5}}).logit_bias == {1: 2.0, 3: 0.5}
+
+
+@pytest.mark.parametrize("strict", [0, 0.0, "false", True])
+def test_a_tool_is_strict_or_not_by_a_boolean(strict: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": strict}}
+    with pytest.raises(InvalidRequestError, match="the field tools must be"):
+        parse_generate({"messages": [{"role": "user", "content": "a"}], "tools": [tool]})

@@ -41,5 +41,18 @@ def test_a_refused_field_is_named_with_its_reason_unless_it_asks_for_nothing(nam
         assert parse_generate({"prompt": "a", name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [("best_of", True), ("best_of", 1.0), ("stream", 0), ("stream", 0.0)])
+def test_a_value_of_another_type_asks_for_something(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=f"'{name}' is not served"):
+        parse_generate({"prompt": "a", name: value})
+
+
+def test_the_name_of_an_unknown_field_is_not_repeated_at_length() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_generate({"prompt": "a", "x" * 10_000: 1})
+    assert "x" * 80 in str(caught.value)
+    assert "x" * 81 not in str(caught.value)
+
+
 def test_the_documentation_has_the_table_of_the_code() -> None:
     assert decisions_table() in DOCUMENT.read_text()

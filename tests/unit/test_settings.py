@@ -87,8 +87,29 @@ def test_an_unknown_toml_key_is_refused_with_the_nearest_name(monkeypatch: pytes
 def test_the_password_is_never_shown() -> None:
     settings = Settings(redis_url="redis://:hush@host:6379/0")
     shown = {row.name: row.value for row in explain(settings)}
-    assert shown["redis_url"] == "redis://:***@host:6379/0"
+    assert shown["redis_url"] == "redis://***@host:6379/0"
     assert "hush" not in str(shown)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hush@[::1/0",
+        "redis://:hu/hush@host:6379/0",
+        "redis://:hush#1@host:6379/0",
+        "redis://:12?hush@host:6379/0",
+        "redis://me:hush@host:port/0",
+        "redis://:hush@host@host:99999/0",
+        "redis://:hush@/0",
+    ],
+)
+def test_a_url_that_can_t_be_read_is_refused_with_one_sentence_and_without_its_password(url: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings(redis_url=url)
+    sentence = str(caught.value)
+    assert "redis_url" in sentence
+    assert "redis://[:PASSWORD@]HOST:PORT/DB" in sentence
+    assert "hush" not in sentence
 
 
 def test_the_documented_file_holds_every_setting_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
