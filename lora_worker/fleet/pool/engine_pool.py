@@ -17,11 +17,12 @@ from celery.concurrency.base import BasePool, apply_target
 from celery.worker import state
 
 from lora_worker.errors import EngineStoppedError, LoraWorkerError
-from lora_worker.fleet.membership.member import current_member
+from lora_worker.fleet.membership.member import Held, current_member
 from lora_worker.fleet.pool.daemons import DaemonThreads
 from lora_worker.fleet.pool.generate_message import read_message
 from lora_worker.fleet.pool.pool_in_fleet import PoolInFleet
 from lora_worker.fleet.pool.request import FleetRequest
+from lora_worker.fleet.pool.results import ForeignMessageError
 from lora_worker.fleet.pool.task_row import TaskRow
 from lora_worker.fleet.registry.joining import join_registry
 from lora_worker.fleet.registry.registry import FleetRegistry
@@ -127,7 +128,11 @@ class EnginePool(BasePool):
             soft_limit=soft_timeout,
             hard_limit=timeout,
         )
-        row = TaskRow(self, request, read, run_trace=lambda done: apply_target(target, args, kwargs, done))
+
+        def run_trace(done: Callable[..., None]) -> None:
+            apply_target(target, args, kwargs, done, propagate=ForeignMessageError)
+
+        row = TaskRow(self, request, read, run_trace=run_trace)
         self._rows[task_id] = row
         self.fleet.admit(row)
         return row
@@ -232,6 +237,9 @@ class EnginePool(BasePool):
 
     def is_own(self, row: TaskRow) -> bool:
         return self.fleet.is_own(row)
+
+    def held(self, row: TaskRow) -> Held | None:
+        return self.fleet.held(row)
 
     def forget(self, row: TaskRow) -> None:
         if self._rows.get(row.task_id) is row:

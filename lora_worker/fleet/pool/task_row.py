@@ -16,11 +16,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from lora_worker.fleet.pool.generate_message import GenerateMessage
-from lora_worker.fleet.pool.results import finished, result_of
+from lora_worker.fleet.pool.results import ForeignMessageError, finished, result_of
 
 if TYPE_CHECKING:
     from lora_worker.engine import Engine
     from lora_worker.engine.engine import Outcome
+    from lora_worker.fleet.membership.member import Held
     from lora_worker.fleet.pool.request import FleetRequest
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,10 @@ class Owner(Protocol):
         """The row starts; for a suspect, Redis knows when this returns. Called on the engine's thread."""
 
     def is_own(self, row: TaskRow) -> bool:
-        """Whether its messages are this worker's; waits until that is certain."""
+        """Whether its message is this worker's; waits until that is certain."""
+
+    def held(self, row: TaskRow) -> Held | None:
+        """By what Redis knows whether its message is this worker's; None where it can't be asked any more."""
 
     def forget(self, row: TaskRow) -> None:
         """The row has ended."""
@@ -85,6 +89,11 @@ class TaskRow:
     @property
     def time_limit_seconds(self) -> float | None:
         return min((limit for limit in (self.message.soft_limit, self.message.hard_limit) if limit), default=None)
+
+    @property
+    def tag(self) -> str:
+        """Of the message it runs for. A copy that came while it ran may have been claimed with a newer registry."""
+        return self._requests[0].tag
 
     @property
     def tags(self) -> list[str]:
@@ -142,12 +151,17 @@ class TaskRow:
         return self._leave()
 
     def abandon(self) -> None:
-        """Take a row out of the engine, started or not: its messages are another worker's by now."""
+        """Take a row out of the engine, started or not: its message is another worker's by now.
+
+        Copies may be this worker's, and go back to the front of their queues, to be run anew.
+        """
         with self._lock:
             if self._is_finished:
                 return
             self._is_finished = True
         self._leave()
+        for copy in self._requests[1:]:
+            copy.give_back()
 
     def has_result(self) -> bool:
         """Whether the task's result is stored already; asks Redis."""
@@ -187,6 +201,10 @@ class TaskRow:
             try:
                 self._tell_celery(outcome)
                 return
+            except ForeignMessageError:
+                logger.warning("The row of %s was another worker's by now; its answer is not stored.", self.task_id)
+                self.abandon()
+                return
             except REDIS_ERRORS as error:
                 if self._pool.is_stopping:
                     break
@@ -208,7 +226,7 @@ class TaskRow:
                 if not request.revoked():
                     request.give_back()
             return
-        with finished(self.task_id, result, self._run_seconds):
+        with finished(result, self._run_seconds, lambda: self._pool.held(self)):
             self._run_trace(self._tell_requests)
 
     def _tell_requests(self, traced: tuple[Any, Any, float]) -> None:

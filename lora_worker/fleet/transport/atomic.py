@@ -167,7 +167,7 @@ class Channel(stock.Channel):
             ledger.acknowledge(message.tag)
             return
         if target is None:
-            self.connection._deliver(payload, member().keys.inbox)
+            self.connection.deliver(payload, member().keys.inbox)
         else:
             ledger.forward(message.tag, target.list_name, worker=target.worker_id)
 

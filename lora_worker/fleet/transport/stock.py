@@ -8,6 +8,7 @@ process that dies between the pop and the record loses that one message, hence `
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from kombu.transport import redis, virtual
@@ -20,6 +21,8 @@ from lora_worker.fleet.transport.full_redis import BindingChannel
 
 # Which queue a message came from, on its way from the transport to the ledger.
 QUEUE = "lora_queue"
+
+_numbers = count()
 
 
 def member() -> FleetMember:
@@ -88,6 +91,12 @@ class Transport(redis.Transport):
     Channel = Channel
 
     def _deliver(self, message: dict[str, Any], queue: str) -> None:
+        # Not the sender's tag, which a message that is restored would come back with.
+        message["properties"]["delivery_tag"] = f"{next(_numbers):012d}"
+        self.deliver(message, queue)
+
+    def deliver(self, message: dict[str, Any], queue: str) -> None:
+        """Give a message to Celery, under a tag that no other delivery to this worker has."""
         headers = message.get("headers")
         if isinstance(headers, dict):
             headers[RESTORED] = message.get(RESTORED, 0)
