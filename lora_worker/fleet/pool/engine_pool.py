@@ -144,7 +144,7 @@ class EnginePool(BasePool):
     def _submit(self, row: TaskRow) -> None:
         self.engine.submit(
             row.message.body,
-            row.on_done,
+            lambda outcome: row.on_done(self.registry.explained(row.adapter, outcome)),
             request_id=row.task_id,
             priority=row.message.priority,
             time_limit_seconds=row.time_limit_seconds,
