@@ -131,6 +131,35 @@ def test_a_worker_that_is_killed_holds_up_a_replace_no_longer_than_its_lease(
     assert "dead; restored" in first.log
 
 
+def test_a_request_for_a_name_that_its_worker_keeps_out_of_says_that_the_files_differ(
+    start_worker: StartWorker, own_client: Client, root: Path, tmp_path: Path
+) -> None:
+    first = start_worker("first", lora_paths=f"a={root / 'a'}")
+    write_paced_adapter(tmp_path / "own" / "a", "other")
+    start_worker("second", lora_paths=f"a={tmp_path / 'own' / 'a'}", adapter_roots="[]")
+    first.send_signal(signal.SIGTERM)
+    first.wait_until_ended()
+    with pytest.raises(errors.InvalidAdapterError, match="on this worker are not those that are registered"):
+        own_client.generate(model="a", prompt="x").get(timeout=SECONDS)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_revocation_that_a_worker_did_not_hear_ends_the_row_all_the_same(
+    start_worker: StartWorker, own_client: Client, connection: Redis, *, is_running: bool
+) -> None:
+    start_worker("first", max_running_requests=1)
+    first = own_client.generate(prompt="x", max_tokens=100_000)
+    wait_for(lambda: connection.keys("lora:started:*"), "it runs")
+    second = own_client.generate(prompt="x", max_tokens=100_000)
+    revoked, other = (first, second) if is_running else (second, first)
+    connection.zadd("lora:revoked", {revoked.id: connection.time()[0]})
+    with pytest.raises(TaskRevokedError):
+        revoked.get(timeout=SECONDS)
+    own_client.cancel(other.id)
+    with pytest.raises(TaskRevokedError):
+        other.get(timeout=SECONDS)
+
+
 def test_a_stopped_worker_that_comes_back_answers_nothing_with_old_content(
     start_worker: StartWorker, own_client: Client, root: Path
 ) -> None:

@@ -95,7 +95,11 @@ class EnginePool(BasePool):
         member.on_refused = _refuse
         self.fleet = PoolInFleet(self, member)
         self.registry = join_registry(
-            member, self.engine.registered, worker_name=self.engine.worker_name, rows=lambda: self.rows
+            member,
+            self.engine.registered,
+            worker_name=self.engine.worker_name,
+            rows=lambda: self.rows,
+            cancel=self._cancel,
         )
         member.join()
         self.registry.start()
@@ -151,6 +155,11 @@ class EnginePool(BasePool):
             may_start=row.may_start,
             on_started=row.on_started,
         )
+
+    def _cancel(self, task_id: str) -> None:
+        row = self._rows.get(task_id)
+        if row is not None:
+            row.terminate()
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
         """Nothing: Celery calls the row's own `terminate` too, and there is no process to signal."""
