@@ -322,10 +322,9 @@ def test_a_start_with_other_files_than_the_fleets_is_said_and_alone_they_replace
 def test_a_worker_that_was_killed_and_starts_with_other_files_is_alone_when_its_old_lease_has_ended(
     make_worker: Callable[..., Worker], root: Path, connection: Redis
 ) -> None:
-    make_worker("first", lora_paths=["a"])
+    first = make_worker("first", lora_paths=["a"])
     old, new = old_and_new(root)
-    (seconds, _), (first,) = connection.time(), connection.zrange(KEYS.workers, 0, -1)
-    connection.zadd(KEYS.workers, {first: seconds + 2})
+    connection.zadd(KEYS.workers, {first.id: connection.time()[0] + 2})
     again = make_worker("again", root=root / "b", lora_paths=[f"a={root / 'a'}"])
     with pytest.raises(errors.InvalidAdapterError):
         again.row("a").text()

@@ -112,6 +112,27 @@ def test_an_unload_returns_when_no_worker_runs_it_and_from_then_on_it_is_unknown
             row.get(timeout=SECONDS)
 
 
+def test_calls_that_wait_for_rows_hold_up_no_other_call(
+    start_worker: StartWorker, own_client: Client, root: Path
+) -> None:
+    names = [f"n{i}" for i in range(20)]
+    for name in names:
+        write_paced_adapter(root / name, name)
+    start_worker("first", max_running_requests=20, max_loras_per_batch=20)
+    for name in names:
+        own_client.load_lora_adapter(name, name).get(timeout=SECONDS)
+    rows = [own_client.generate(model=name, prompt="x", max_tokens=100_000) for name in names]
+    wait_for(lambda: all(sum(held(own_client, name)) for name in names), "all run")
+    unloads = [own_client.unload_lora_adapter(name) for name in names]
+    wait_for(lambda: not own_client.list_lora_adapters().get(timeout=SECONDS), "all are off the registry")
+    assert not any(unload.ready() for unload in unloads)
+    own_client.cancel(*[row.id for row in rows])
+    assert all(unload.get(timeout=SECONDS)["success"] for unload in unloads)
+    for row in rows:
+        with pytest.raises(TaskRevokedError):
+            row.get(timeout=SECONDS)
+
+
 def held(client: Client, name: str) -> list[int]:
     listed = client.list_lora_adapters().get(timeout=SECONDS)
     return [here["held"] for here in listed[name]["workers"].values()]

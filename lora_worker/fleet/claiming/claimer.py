@@ -9,6 +9,7 @@ from lora_worker.fleet.claiming.claims import Claims, Limits, Load
 from lora_worker.fleet.claiming.forwarding import Forwarder, Target, task_and_model
 from lora_worker.fleet.keys import PRIORITY_STEPS, Keys, list_of
 from lora_worker.fleet.members import Members
+from lora_worker.messages import GENERATE
 
 
 class ClaimedMessage(NamedTuple):
@@ -129,7 +130,10 @@ class Claimer:
         assert members is not None
         if queue == self._here.keys.inbox:
             has_room = self._policy.takes_base(self._load(), self._credit, is_alone=self._is_alone) > 0
-            return self._forwarder.of_inbox(*task_and_model(*opened()), priority, members, has_room=has_room)
+            task, model = task_and_model(*opened())
+            if task != GENERATE:
+                return None if self._load().free_managers else Target(list_of(self._here.keys.manage, priority))
+            return self._forwarder.of_inbox(model, priority, members, has_room=has_room)
         if queue in (self._here.keys.manage, self._here.keys.base) or not members.has_pins:
             return None
         if queue == self._here.keys.direct(self._here.worker_id):

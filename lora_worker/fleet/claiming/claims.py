@@ -6,7 +6,8 @@
   same message has waited there for `PATIENCE_SECONDS`, by which time an owner with room would have claimed it.
 - Requests for the base model need no look-ahead: where there are peers to run them, they are claimed a little ahead
   while nothing else waits, and take turns with the partitions otherwise.
-- Management tasks, and what of the inbox is only to be forwarded, are claimed whatever the credit.
+- Management tasks, as long as there are threads to run them at once, and what of the inbox is only to be forwarded, are
+  claimed whatever the credit.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ QUIET_AFTER_SECONDS, QUIET_POLL_SECONDS = 5.0, 0.1
 
 
 class Load(NamedTuple):
-    """What a worker has: messages in hand, rows in the engine, running or not, and whether some have not started."""
+    """What a worker has: messages in hand, rows in the engine, running or not, and whether some have not started.
+
+    `free_managers`: how many management tasks it would run at once.
+    """
 
     in_hand: int
     rows: int
     has_unstarted: bool
     unsettled: int
     is_paused: bool
+    free_managers: int = MOST_MANAGED
 
 
 class Limits(NamedTuple):
@@ -91,7 +96,7 @@ class Claims:
             free=free,
             spill=self.rows,
             inbox=MOST_FORWARDED if load.unsettled < MOST_UNSETTLED else 0,
-            manage=MOST_MANAGED,
+            manage=min(MOST_MANAGED, load.free_managers),
             turn=self.turn,
             room=self._room(load, now) if is_open else -1,
             listen=int(load.has_unstarted and is_open),

@@ -38,14 +38,12 @@ class Forwarder:
     def set_own(self, partitions: list[str]) -> None:
         self._own = frozenset(partitions)
 
-    def of_inbox(self, task: str, model: object, priority: int, members: Members, *, has_room: bool) -> Target | None:
-        """Where a message of the inbox goes on to; None: it is run here. `has_room`: a row could start soon."""
-        if task != GENERATE:
-            return None
+    def of_inbox(self, model: object, priority: int, members: Members, *, has_room: bool) -> Target | None:
+        """Where a request of the inbox goes on to; None: it is run here. `has_room`: a row could start soon."""
         pinned = self.to_pinning(model, priority, members)
         if pinned is not None:
             return pinned
-        queue = queue_for(task, model, self._keys, base_name=self._base_name)
+        queue = queue_for(GENERATE, model, self._keys, base_name=self._base_name)
         if has_room and (queue == self._keys.inbox or queue in self._own):
             return None
         return Target(list_of(self._keys.base if queue == self._keys.inbox else queue, priority))

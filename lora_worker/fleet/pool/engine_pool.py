@@ -2,8 +2,8 @@
 
 A generate task goes to the engine from Celery's loop, which may not be held up, and comes back by a callback. Celery's
 own trace then runs on a finisher thread with the finished answer as the task's body, so results, links, retries,
-signals and events are Celery's as ever, and the acknowledgement follows the stored result. All other tasks run on a
-few threads of their own, so that an unload that waits for rows to end holds up no answer.
+signals and events are Celery's as ever, and the acknowledgement follows the stored result. All other tasks run on
+threads of their own, so that an unload that waits for rows to end holds up no answer and no other task.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINISHER_THREADS = 8
-MANAGEMENT_THREADS = 4
+# Most of them wait, for rows to end or for other workers. No more tasks are claimed than there are threads left.
+MANAGEMENT_THREADS = 64
 DRAIN_LOOK_SECONDS = 0.05
 CLOSE_SECONDS = 5.0
 
@@ -226,6 +227,11 @@ class EnginePool(BasePool):
         """How many rows run at once."""
         limit: int = self.app.lora_row_limit
         return limit
+
+    @property
+    def free_managers(self) -> int:
+        """How many more management tasks would run at once."""
+        return self._managers.free
 
     @property
     def rows(self) -> list[TaskRow]:

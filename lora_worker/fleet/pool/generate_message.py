@@ -48,7 +48,7 @@ def _body_of(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _priority_of(message: dict[str, Any]) -> int:
-    """A message's priority in the engine: the highest for the share of the lower ones, which would never start there."""
+    """A message's priority in the engine: the highest for the lower ones' share, which would never start there."""
     if message.get(PROMOTED):
         return 0
     return int(_number((message.get("delivery_info") or {}).get("priority")) or 0)

@@ -43,6 +43,9 @@ class Pool(Protocol):
     @property
     def row_limit(self) -> int: ...
 
+    @property
+    def free_managers(self) -> int: ...
+
     def submit(self, row: TaskRow) -> None: ...
 
     def run_later(self, function: Any) -> None: ...
@@ -157,6 +160,7 @@ class PoolInFleet:
             has_unstarted=any(not row.is_started for row in rows),
             unsettled=self._ledger.unsettled,
             is_paused=self._quarantine.is_active or self._pool.is_draining,
+            free_managers=self._pool.free_managers,
         )
 
     def _hand_over(self, peers: dict[str, int]) -> None:
