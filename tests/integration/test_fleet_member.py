@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -139,6 +140,24 @@ def test_what_is_settled_while_redis_is_away_is_written_when_it_is_back(redis: R
             assert connection.lrange("lora.p03", 0, -1) == [MESSAGE]
         member.leave()
     assert redis.ping()
+
+
+def test_an_unexpected_error_does_not_end_the_writing_of_acknowledgements(
+    join: Join, redis: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    member = join("one")
+    claim(redis, member, "1")
+    write, errors = member.unacknowledged._write, [ValueError("never seen before")]
+
+    def fail_once(operations: Any) -> None:
+        if errors:
+            raise errors.pop()
+        write(operations)
+
+    monkeypatch.setattr(member.unacknowledged, "_write", fail_once)
+    member.unacknowledged.acknowledge("1")
+    wait_for(lambda: not redis.exists(member.keys.unacked(member.worker_id)), "it is written")
+    assert "never seen before" in caplog.text
 
 
 def test_a_redis_that_comes_back_empty_ends_no_row(join: Join, redis: Redis) -> None:

@@ -180,6 +180,17 @@ def test_a_row_that_was_claimed_with_a_newer_registry_waits_until_it_is_applied(
         replacing.result(SECONDS)
 
 
+def test_a_row_that_cannot_be_given_to_the_engine_holds_up_no_other(
+    make_worker: Callable[..., Worker], root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = make_worker("first"), make_worker("second")
+    first.registry.load_lora_adapter("a", "a")
+    second.registry.reconciler.admit("nobody", lambda: [][0])  # waits until the name has been looked up
+    assert second.row("a").text() == answer_text(digest_of(root / "a"), "x")
+    assert "could not be given to the engine" in caplog.text
+    assert second.row("a").text()
+
+
 def test_replace_returns_when_no_worker_can_answer_with_the_old_content(
     make_worker: Callable[..., Worker], root: Path, background: ThreadPoolExecutor
 ) -> None:

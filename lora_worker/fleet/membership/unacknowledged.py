@@ -169,12 +169,21 @@ class Unacknowledged:
                 try:
                     self._write(self._writing)
                     wait = RETRY_SECONDS[0]
-                except RedisError as error:
-                    logger.warning("Redis is away (%s); %d acknowledgements wait.", error, len(self._operations))
+                except Exception as error:
+                    self._say(error)
                     time.sleep(wait)
                     wait = min(2 * wait, longest)
                     continue
                 self._writing = []
+
+    def _say(self, error: Exception) -> None:
+        waiting = len(self._operations) + len(self._writing)
+        if isinstance(error, RedisError):
+            logger.warning("Redis is away (%s); %d acknowledgements wait.", error, waiting)
+        else:
+            logger.error(
+                "Acknowledgements could not be written; %d wait, and are tried again.", waiting, exc_info=error
+            )
 
     def _take(self) -> bool:
         with self._lock:

@@ -133,7 +133,7 @@ class FleetRegistry:
         return self._success(None if was_loaded else f"the adapter {lora_name!r} was not loaded")
 
     def pin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
-        """Have every worker keep the adapter in a slot."""
+        """Register that every worker is to keep the adapter in a slot; each loads it at once."""
         self.reconciler.refresh()
         entry = self.reconciler.entries.get(check_name(lora_name))
         if entry is None:
