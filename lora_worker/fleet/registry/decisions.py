@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lora_worker.adapters.reference import AdapterReference
+from lora_worker.adapters.registry import other_content
 from lora_worker.errors import AdapterConflictError
 from lora_worker.fleet.registry.store import Decision, Entries
 
@@ -18,10 +19,7 @@ def load(entries: Entries, reference: AdapterReference, *, replace_content: bool
         return {name: reference}
     known = entries[name]
     if known.digest != reference.digest and not replace_content:
-        raise AdapterConflictError(
-            f"the adapter {name!r} is already loaded from {known.source} with other content "
-            f"(digest {known.digest[:12]}, now {reference.digest[:12]}); unload it first, or load with replace=True"
-        )
+        raise other_content(known, reference)
     by_settings = known.by_settings and known.digest == reference.digest
     wanted = replace(reference, pinned=known.pinned or reference.pinned, by_settings=by_settings)
     # A report tells how long its load took, so the same load again would look like a change.

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lora_worker.adapters.reference import AdapterReference, check_name
-from lora_worker.adapters.registry import unknown_adapter
+from lora_worker.adapters.registry import name_is_taken, unknown_adapter, was_not
 from lora_worker.adapters.room import PinRoom
-from lora_worker.errors import AdapterConflictError, AdapterTimeoutError, EngineStoppedError, InvalidAdapterError
+from lora_worker.errors import AdapterTimeoutError, EngineStoppedError, InvalidAdapterError
 from lora_worker.fleet.registry import decisions
 from lora_worker.fleet.registry.leaving import Row
 from lora_worker.fleet.registry.own import OwnAdapters
@@ -106,7 +106,7 @@ class FleetRegistry:
     ) -> dict[str, Any]:
         """Read and check an adapter here, then register it; with `replace`, return when its old content is gone."""
         if lora_name == self._settings.base_name:
-            raise AdapterConflictError(f"{lora_name!r} is the base model's name; load the adapter under another")
+            raise name_is_taken(lora_name)
         reference = self._registered.read(lora_name, lora_path, pinned=pinned)
         if pinned:
             self._check_pin(reference)
@@ -130,7 +130,7 @@ class FleetRegistry:
         )
         self.reconciler.refresh()
         self._wait_until_all_let_go(lora_name, generation, timeout_seconds)
-        return self._success(None if was_loaded else f"the adapter {lora_name!r} was not loaded")
+        return self._success(None if was_loaded else was_not(lora_name, "loaded"))
 
     def pin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
         """Register that every worker is to keep the adapter in a slot; each loads it at once."""
@@ -153,7 +153,7 @@ class FleetRegistry:
         if pinning:
             return self._success(f"the settings of {', '.join(pinning)} go on pinning {lora_name!r} there")
         was_pinned = entry is not None and entry.pinned
-        return self._success(None if was_pinned else f"the adapter {lora_name!r} was not pinned")
+        return self._success(None if was_pinned else was_not(lora_name, "pinned"))
 
     def list_lora_adapters(self) -> dict[str, Any]:
         """Every registered adapter, and by each worker's own report where its weights are."""
