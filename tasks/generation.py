@@ -12,6 +12,6 @@ from lora_worker.messages import GENERATE
 
 
 @shared_task(name=GENERATE, base=EngineTask, bind=True)
-def generate(self: EngineTask, *_args: Any, **_body: Any) -> dict[str, Any]:
+def generate(_: EngineTask, *_args: Any, **_body: Any) -> dict[str, Any]:
     """Generate text: an OpenAI completions or chat body as keyword arguments, the OpenAI object as the result."""
-    return finished_answer(self.request.id)
+    return finished_answer()

@@ -39,7 +39,8 @@ class AdapterReference:
     """A registered adapter: its name, and the identity (content digest) and origin of what the name stands for.
 
     `source` is the folder it was read from. One that another worker registered has a `lora_path` too, by which its
-    files are looked for under this worker's own adapter roots.
+    files are looked for under this worker's own adapter roots; `by_settings`: by that worker's settings, and not by a
+    task.
     """
 
     name: str
@@ -51,6 +52,7 @@ class AdapterReference:
     pinned: bool
     report: LoadReport
     lora_path: str | None = None
+    by_settings: bool = False
 
     def check_digest(self, found: str) -> None:
         """Raise InvalidAdapterError where the adapter's files hold other content now."""

@@ -41,13 +41,10 @@ class AdapterRegistry:
         The same content again succeeds. Other content under a registered name needs `replace_content`.
         """
         if reference.name == self._base_name:
-            raise AdapterConflictError(f"{reference.name!r} is the base model's name; load the adapter under another")
+            raise name_is_taken(reference.name)
         known = self._references.get(reference.name)
         if known and known.digest != reference.digest and not replace_content:
-            raise AdapterConflictError(
-                f"the adapter {reference.name!r} is already loaded from {known.source} with other content "
-                f"(digest {known.digest[:12]}, now {reference.digest[:12]}); unload it first, or load with replace=True"
-            )
+            raise other_content(known, reference)
         self._put(reference)
         return known
 
@@ -93,6 +90,24 @@ class AdapterRegistry:
         self._names[reference.digest].add(reference.name)
         if reference.pinned:
             self._pinned.add(reference.name)
+
+
+def name_is_taken(name: str) -> AdapterConflictError:
+    """The error of a load under the base model's name."""
+    return AdapterConflictError(f"{name!r} is the base model's name; load the adapter under another")
+
+
+def other_content(known: AdapterReference, reference: AdapterReference) -> AdapterConflictError:
+    """The error of a load, without `replace`, of other content than the name stands for."""
+    return AdapterConflictError(
+        f"the adapter {known.name!r} is already loaded from {known.source} with other content "
+        f"(digest {known.digest[:12]}, now {reference.digest[:12]}); unload it first, or load with replace=True"
+    )
+
+
+def was_not(lora_name: str, state: str) -> str:
+    """What an unload or unpin says that had nothing to do; `state`: 'loaded' or 'pinned'."""
+    return f"the adapter {lora_name!r} was not {state}"
 
 
 def unloaded_adapter(name: str) -> UnknownAdapterError:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lora_worker.adapters.reference import check_name
+from lora_worker.adapters.registry import was_not
 from lora_worker.adapters.source import resolve_operator_path, resolve_task_path
 from lora_worker.adapters.status import adapter_status
 from lora_worker.errors import AdapterTimeoutError
@@ -77,7 +78,7 @@ class AdapterMethods:
                 f"its memory comes back when they end"
             ) from None
         result: dict[str, Any] = {"success": True, "loaded_adapters": self.loaded_adapters()}
-        return result if was_loaded else result | {"message": f"the adapter {lora_name!r} was not loaded"}
+        return result if was_loaded else result | {"message": was_not(lora_name, "loaded")}
 
     def pin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
         """Keep the adapter in a slot; AdapterConflictError where no slot would stay unpinned."""
@@ -93,7 +94,7 @@ class AdapterMethods:
         check_name(lora_name)
         was_pinned = self._thread.call(lambda: self._core.adapters.unpin(lora_name))
         result: dict[str, Any] = {"success": True, "loaded_adapters": self.loaded_adapters()}
-        return result if was_pinned else result | {"message": f"the adapter {lora_name!r} was not pinned"}
+        return result if was_pinned else result | {"message": was_not(lora_name, "pinned")}
 
     def list_lora_adapters(self) -> dict[str, Any]:
         """Per adapter: source, digest, rank, bytes, pinned, and where its weights are on this worker."""

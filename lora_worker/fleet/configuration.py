@@ -10,15 +10,18 @@ from lora_worker.settings import Settings
 POOL = "lora_worker.fleet.pool.engine_pool:EnginePool"
 
 
+# Without a timeout a publish, and with Celery's of two minutes a result, hangs on a connection that is broken silently.
+CONNECT_SECONDS, SOCKET_SECONDS, HEALTH_CHECK_SECONDS = 5, 30, 25
+
+
 def connection_options() -> dict[str, Any]:
-    """Options of every connection to Redis, worker's and client's."""
+    """Options of every connection to Redis by which messages go, worker's and client's."""
     return {
         "priority_steps": list(PRIORITY_STEPS),
         "socket_keepalive": True,
-        "socket_connect_timeout": 5,
-        # Without it a publish on a half-open connection hangs for ever.
-        "socket_timeout": 30,
-        "health_check_interval": 25,
+        "socket_connect_timeout": CONNECT_SECONDS,
+        "socket_timeout": SOCKET_SECONDS,
+        "health_check_interval": HEALTH_CHECK_SECONDS,
     }
 
 
@@ -28,6 +31,10 @@ def common_configuration(settings: Settings) -> dict[str, Any]:
         "broker_url": settings.redis_url,
         "result_backend": settings.redis_url,
         "broker_transport_options": connection_options(),
+        "redis_socket_keepalive": True,
+        "redis_socket_connect_timeout": CONNECT_SECONDS,
+        "redis_socket_timeout": SOCKET_SECONDS,
+        "redis_backend_health_check_interval": HEALTH_CHECK_SECONDS,
         "task_serializer": "json",
         "result_serializer": "json",
         "accept_content": ["json"],

@@ -31,7 +31,8 @@ class Keys:
         # Sorted set: worker id -> when its lease ends, in Redis's time; 0 while its messages are being restored.
         self.workers = f"{prefix}:workers"
         # Hash: `partitions` as the first worker had it, to which others are held; `epoch`, which tells whether Redis
-        # came back without its data; `members`, a count that moves when a worker comes, goes, drains or changes pins.
+        # came back without its data; `members`, a count that moves when a worker comes, goes, drains or changes pins;
+        # `registry`, which tells the same of the registry; `registry_floor`, up to which its changes are forgotten.
         self.fleet = f"{prefix}:fleet"
         # Hash: id of a worker with nothing to do -> rows it could take, and when it said so.
         self.idle = f"{prefix}:idle"
@@ -39,7 +40,7 @@ class Keys:
         self.revoked = f"{prefix}:revoked"
         # Hash: an adapter's name -> its entry in the registry, JSON.
         self.registry = f"{prefix}:registry"
-        # Sorted set: the names that were ever registered, by the number of their last change.
+        # Sorted set: the names that were registered, changed or removed last, by the number of that change.
         self.registry_changes = f"{prefix}:registry:changes"
         # The number of the fleet registry's last change.
         self.generation = f"{prefix}:registry:generation"

@@ -31,13 +31,13 @@ class PrivateRequest(Request):
 class HideResults(logging.Filter):
     """'Task ... succeeded in 0.2s: (hidden)', with the time the row ran, which the trace can't know."""
 
-    def __init__(self, run_seconds: Callable[[str], float | None]) -> None:
+    def __init__(self, run_seconds: Callable[[], float | None]) -> None:
         super().__init__()
         self._run_seconds = run_seconds
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, dict) and "return_value" in record.args:
-            seconds = self._run_seconds(str(record.args.get("id")))
+            seconds = self._run_seconds()
             runtime = {} if seconds is None else {"runtime": round(seconds, 4)}
             record.args = {**record.args, "return_value": HIDDEN, **runtime}
         return True
@@ -62,8 +62,8 @@ class HideBodies(logging.Filter):
         return True
 
 
-def hide_from_logs(run_seconds: Callable[[str], float | None]) -> None:
-    """Install the filters, once; `run_seconds` tells how long the row of a task id ran."""
+def hide_from_logs(run_seconds: Callable[[], float | None]) -> None:
+    """Install the filters, once; `run_seconds` tells how long the row ran of the task that this thread finishes."""
     for name, hide in (
         ("celery.app.trace", HideResults(run_seconds)),
         ("celery.worker.consumer.consumer", HideBodies()),

@@ -2,7 +2,8 @@
 
 Celery tells the workers that live of a revocation, and each keeps it in its memory. Here every worker also writes down
 in Redis what it hears, and reads what others have written: before its first row, and once a second. From there on it
-is Celery's: a revoked task is not started, its state becomes REVOKED, and its message is acknowledged.
+is Celery's: a revoked task is not started, its state becomes REVOKED, and its message is acknowledged. One that is here
+already, since the worker didn't hear in time, is cancelled.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ class Revocations:
 
     Args:
         remember_seconds: so long a task may wait in its queue and is still known to be revoked.
+        cancel: ends the row of a task, if it is here; must not block.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, *, remember_seconds: float) -> None:
+    def __init__(self, redis: Redis, keys: Keys, *, remember_seconds: float, cancel: Callable[[str], None]) -> None:
         self._redis = redis
         self._keys = keys
         self._remember_seconds = remember_seconds
+        self._cancel = cancel
         self._heard: list[str] = []
         self._read_to = 0.0
         state.revoked.expires = max(state.revoked.expires, remember_seconds)
@@ -53,6 +56,7 @@ class Revocations:
         for task_id, revoked_at in found:
             if task_id.decode() not in state.revoked:
                 state.revoked.add(task_id.decode())
+                self._cancel(task_id.decode())
             self._read_to = revoked_at
 
 

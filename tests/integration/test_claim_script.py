@@ -133,13 +133,27 @@ def test_small_backlogs_of_others_are_shown_and_taken_when_they_are_stuck(queues
 
 
 def test_the_highest_priority_comes_first_and_one_in_eight_is_the_lowest(queues: Queues) -> None:
-    for priority in (9, 0, 3):
+    for priority in (9, 0):
         queues.put(queues.own[0], 40, priority)
     _, messages = queues.claimed(ahead=16, turn=0)
     priorities = [message.raw.decode().split("/")[1] for message in messages]
     assert priorities == [*"00000009", *"00000009"]
     assert [message.is_promoted for message in messages] == [p == "9" for p in priorities]
     assert queues.claim(ahead=1, turn=7)[0].split("/")[1] == "9"
+
+
+def test_each_of_the_lower_priorities_has_its_turn_of_the_share(queues: Queues) -> None:
+    for priority in (0, 3, 6, 9):
+        queues.put(queues.own[0], 50, priority)
+    taken = Counter(message.split("/")[1] for message in queues.claim(ahead=48, turn=0))
+    assert taken == {"0": 42, "9": 2, "6": 2, "3": 2}
+
+
+def test_a_share_whose_turn_finds_nothing_falls_to_the_others(queues: Queues) -> None:
+    for priority in (0, 3):
+        queues.put(queues.own[0], 60, priority)
+    taken = [message.split("/")[1] for message in queues.claim(ahead=48, turn=0)]
+    assert taken == ["0", "0", "0", "0", "0", "0", "0", "3"] * 6
 
 
 def test_the_lowest_alone_is_not_promoted(queues: Queues) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -141,8 +142,8 @@ def test_a_member_whose_messages_were_restored_is_told_which(join: Join, redis: 
     assert foreign == [{"1"}]
     assert "2" in two.unacknowledged
     assert "1" not in two.unacknowledged
-    assert not two.is_own(["1"], lambda: False)
-    assert two.is_own(["1", "2"], lambda: False)
+    assert not two.is_own("1", lambda: False)
+    assert two.is_own("2", lambda: False)
     assert one.lease.dead == frozenset()
 
 
@@ -167,6 +168,24 @@ def test_what_is_settled_while_redis_is_away_is_written_when_it_is_back(redis: R
     assert redis.ping()
 
 
+def test_an_unexpected_error_does_not_end_the_writing_of_acknowledgements(
+    join: Join, redis: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    member = join("one")
+    claim(redis, member, "1")
+    write, errors = member.unacknowledged._write, [ValueError("never seen before")]
+
+    def fail_once(operations: Any) -> None:
+        if errors:
+            raise errors.pop()
+        write(operations)
+
+    monkeypatch.setattr(member.unacknowledged, "_write", fail_once)
+    member.unacknowledged.acknowledge("1")
+    wait_for(lambda: not redis.exists(member.keys.unacked(member.worker_id)), "it is written")
+    assert "never seen before" in caplog.text
+
+
 def test_a_redis_that_comes_back_empty_ends_no_row(join: Join, redis: Redis) -> None:
     member = join("one")
     foreign: list[set[str]] = []
@@ -177,7 +196,8 @@ def test_a_redis_that_comes_back_empty_ends_no_row(join: Join, redis: Redis) -> 
     first = redis.zscore(member.keys.workers, member.worker_id)
     wait_for(lambda: redis.zscore(member.keys.workers, member.worker_id) != first, "and again")
     assert not foreign
-    assert member.is_own(["1"], lambda: False)
+    assert member.is_own("1", lambda: False)
+    assert member.held("1") is None
 
 
 def test_a_forwarded_message_reaches_a_living_worker_only(join: Join, redis: Redis) -> None:
@@ -205,10 +225,14 @@ def test_a_draining_member_has_no_partitions(join: Join) -> None:
     one, two = join("one"), join("two")
     wait_for(lambda: one.members and len(one.members.ids) == 2, "each knows of the other")
     two.steward.drain()
-    wait_for(lambda: one.members and one.members.takers == (one.worker_id,), "the other takes over")
+    both = {one.worker_id, two.worker_id}
+
+    def is_left_alone() -> bool:
+        return one.members is not None and one.members.ids == both and one.members.takers == (one.worker_id,)
+
+    wait_for(is_left_alone, "the other takes over")
     assert one.members
     assert len(one.members.own_partitions(one.worker_id, one.keys)[0]) == 64
-    assert one.members.ids == {one.worker_id, two.worker_id}
 
 
 def test_another_number_of_partitions_is_refused_with_a_sentence(join: Join, server: EmbeddedServer) -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lora_worker.embedded import EmbeddedServer
 from lora_worker.fleet.connection import connect
 from lora_worker.fleet.keys import Keys
 from lora_worker.fleet.registry.registry import FleetRegistry
-from lora_worker.fleet.registry.store import RegistryStore
+from lora_worker.fleet.registry.store import KEPT_CHANGES, RegistryStore
 from lora_worker.settings import Settings
 from lora_worker.testing.adapters import digest_of
 from lora_worker.testing.engine import PacedEngine
@@ -179,6 +180,17 @@ def test_a_row_that_was_claimed_with_a_newer_registry_waits_until_it_is_applied(
         replacing.result(SECONDS)
 
 
+def test_a_row_that_cannot_be_given_to_the_engine_holds_up_no_other(
+    make_worker: Callable[..., Worker], root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = make_worker("first"), make_worker("second")
+    first.registry.load_lora_adapter("a", "a")
+    second.registry.reconciler.admit("nobody", lambda: [][0])  # waits until the name has been looked up
+    assert second.row("a").text() == answer_text(digest_of(root / "a"), "x")
+    assert "could not be given to the engine" in caplog.text
+    assert second.row("a").text()
+
+
 def test_replace_returns_when_no_worker_can_answer_with_the_old_content(
     make_worker: Callable[..., Worker], root: Path, background: ThreadPoolExecutor
 ) -> None:
@@ -318,6 +330,33 @@ def test_a_start_with_other_files_than_the_fleets_is_said_and_alone_they_replace
     assert make_worker("third", lora_paths=["a"]).row("a").text() == new != old
 
 
+def test_a_worker_that_was_killed_and_starts_with_other_files_is_alone_when_its_old_lease_has_ended(
+    make_worker: Callable[..., Worker], root: Path, connection: Redis
+) -> None:
+    first = make_worker("first", lora_paths=["a"])
+    old, new = old_and_new(root)
+    connection.zadd(KEYS.workers, {first.id: connection.time()[0] + 2})
+    again = make_worker("again", root=root / "b", lora_paths=[f"a={root / 'a'}"])
+    with pytest.raises(errors.InvalidAdapterError):
+        again.row("a").text()
+    wait_for(lambda: not again.registry.describe()["refused"], "the old lease has ended")
+    assert again.row("a").text() == new != old
+
+
+def test_what_a_task_has_loaded_is_not_replaced_by_the_settings_of_a_worker_that_starts(
+    make_worker: Callable[..., Worker], root: Path, connection: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make_worker("first", lora_paths=["a"])
+    first.registry.load_lora_adapter("a", "b", replace=True)
+    connection.zrem(KEYS.workers, first.id)
+    second = make_worker("second", lora_paths=["a"])
+    assert second.row("a").text() == answer_text(digest_of(root / "b"), "x")
+    assert "'a' is served as a task has loaded it" in caplog.text
+    second.registry.unload_lora_adapter("a")
+    connection.zrem(KEYS.workers, second.id)
+    assert make_worker("third", lora_paths=["a"]).row("a").text() == answer_text(digest_of(root / "a"), "x")
+
+
 def test_a_pin_is_the_fleets_and_one_that_some_worker_has_no_slot_for_is_refused(
     make_worker: Callable[..., Worker],
 ) -> None:
@@ -351,6 +390,55 @@ def test_a_registry_that_redis_has_lost_is_registered_again(
     later = make_worker("later")
     assert later.row("a").text() == answer_text(digest_of(root / "a"), "x")
     assert later.registry.describe()["pinned"] == ["a"]
+
+
+def test_a_registry_that_is_lost_while_a_worker_joins_is_registered_again_whole(
+    make_worker: Callable[..., Worker], connection: Redis, root: Path
+) -> None:
+    first = make_worker("first", lora_paths=["a"])
+    for name in ("b", "c"):
+        first.registry.load_lora_adapter(name, name)
+    first.registry.load_lora_adapter("a", "b", replace=True)
+    connection.flushdb()
+    joining = make_worker("joining", lora_paths=["a"])  # registers what its settings name before the first looks
+    first.beat()
+    wait_for(lambda: set(joining.registry.list_lora_adapters()) == {"a", "b", "c"}, "all is registered again")
+    assert set(first.registry.list_lora_adapters()) == {"a", "b", "c"}
+    joining.claim()
+    b = answer_text(digest_of(root / "b"), "x")
+    wait_for(lambda: [worker.row("a").text() for worker in (first, joining)] == [b, b], "as it was loaded last")
+
+
+def test_names_that_come_and_go_leave_a_bounded_number_behind_and_are_missed_by_nobody(
+    make_worker: Callable[..., Worker], connection: Redis
+) -> None:
+    first = make_worker("first")
+    first.registry.load_lora_adapter("a", "a")
+    first.registry.load_lora_adapter("b", "b")
+    store = RegistryStore(first.redis, KEYS)
+    known = store.changes_since(0)
+    first.registry.unload_lora_adapter("a")
+    reference = known.entries["b"]
+    names = [f"n{i}" for i in range(2 * KEPT_CHANGES)]
+    store.change(names, lambda _: {name: replace(reference, name=name) for name in names})
+    last = store.change(names, lambda _: dict.fromkeys(names))
+    assert connection.zcard(KEYS.registry_changes) <= 2 * KEPT_CHANGES
+    missed = store.changes_since(known.generation)
+    assert missed.is_whole
+    assert (missed.generation, missed.entries) == (last, {"b": reference})
+    changed = store.change(["a"], lambda _: {"a": replace(reference, name="a")})
+    assert store.changes_since(last)[:3] == (changed, {"a": replace(reference, name="a")}, set())
+
+
+def test_a_number_is_not_used_again_where_redis_has_come_back_with_older_data(
+    make_worker: Callable[..., Worker], connection: Redis
+) -> None:
+    first = make_worker("first")
+    first.registry.load_lora_adapter("a", "a")
+    before = int(connection.get(KEYS.generation) or 0)
+    connection.set(KEYS.generation, before - 100)
+    first.registry.load_lora_adapter("b", "b")
+    assert int(connection.get(KEYS.generation) or 0) > before
 
 
 def test_many_loads_at_once_are_all_registered(

@@ -112,6 +112,27 @@ def test_an_unload_returns_when_no_worker_runs_it_and_from_then_on_it_is_unknown
             row.get(timeout=SECONDS)
 
 
+def test_calls_that_wait_for_rows_hold_up_no_other_call(
+    start_worker: StartWorker, own_client: Client, root: Path
+) -> None:
+    names = [f"n{i}" for i in range(20)]
+    for name in names:
+        write_paced_adapter(root / name, name)
+    start_worker("first", max_running_requests=20, max_loras_per_batch=20)
+    for name in names:
+        own_client.load_lora_adapter(name, name).get(timeout=SECONDS)
+    rows = [own_client.generate(model=name, prompt="x", max_tokens=100_000) for name in names]
+    wait_for(lambda: all(sum(held(own_client, name)) for name in names), "all run")
+    unloads = [own_client.unload_lora_adapter(name) for name in names]
+    wait_for(lambda: not own_client.list_lora_adapters().get(timeout=SECONDS), "all are off the registry")
+    assert not any(unload.ready() for unload in unloads)
+    own_client.cancel(*[row.id for row in rows])
+    assert all(unload.get(timeout=SECONDS)["success"] for unload in unloads)
+    for row in rows:
+        with pytest.raises(TaskRevokedError):
+            row.get(timeout=SECONDS)
+
+
 def held(client: Client, name: str) -> list[int]:
     listed = client.list_lora_adapters().get(timeout=SECONDS)
     return [here["held"] for here in listed[name]["workers"].values()]
@@ -129,6 +150,35 @@ def test_a_worker_that_is_killed_holds_up_a_replace_no_longer_than_its_lease(
     assert own_client.load_lora_adapter("a", "a", replace=True).get(timeout=SECONDS)["success"]
     assert held(own_client, "a") == [0]
     assert "dead; restored" in first.log
+
+
+def test_a_request_for_a_name_that_its_worker_keeps_out_of_says_that_the_files_differ(
+    start_worker: StartWorker, own_client: Client, root: Path, tmp_path: Path
+) -> None:
+    first = start_worker("first", lora_paths=f"a={root / 'a'}")
+    write_paced_adapter(tmp_path / "own" / "a", "other")
+    start_worker("second", lora_paths=f"a={tmp_path / 'own' / 'a'}", adapter_roots="[]")
+    first.send_signal(signal.SIGTERM)
+    first.wait_until_ended()
+    with pytest.raises(errors.InvalidAdapterError, match="on this worker are not those that are registered"):
+        own_client.generate(model="a", prompt="x").get(timeout=SECONDS)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_revocation_that_a_worker_did_not_hear_ends_the_row_all_the_same(
+    start_worker: StartWorker, own_client: Client, connection: Redis, *, is_running: bool
+) -> None:
+    start_worker("first", max_running_requests=1)
+    first = own_client.generate(prompt="x", max_tokens=100_000)
+    wait_for(lambda: connection.keys("lora:started:*"), "it runs")
+    second = own_client.generate(prompt="x", max_tokens=100_000)
+    revoked, other = (first, second) if is_running else (second, first)
+    connection.zadd("lora:revoked", {revoked.id: connection.time()[0]})
+    with pytest.raises(TaskRevokedError):
+        revoked.get(timeout=SECONDS)
+    own_client.cancel(other.id)
+    with pytest.raises(TaskRevokedError):
+        other.get(timeout=SECONDS)
 
 
 def test_a_stopped_worker_that_comes_back_answers_nothing_with_old_content(

@@ -31,6 +31,11 @@ def test_with_no_credit_left_management_and_the_inbox_are_claimed_still() -> Non
     assert full.manage > 0
 
 
+def test_no_more_management_tasks_are_claimed_than_would_run_at_once() -> None:
+    assert limits(Claims(rows=8), IDLE._replace(free_managers=3)).manage == 3
+    assert limits(Claims(rows=8), IDLE._replace(free_managers=0)).manage == 0
+
+
 def test_base_requests_are_claimed_ahead_by_a_worker_without_peers() -> None:
     load = holding(10, 0, 0, 0)
     assert limits(Claims(rows=8), load).near == (0, 0, 0, 0)

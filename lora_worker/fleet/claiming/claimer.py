@@ -13,7 +13,7 @@ from lora_worker.messages import GENERATE
 
 
 class ClaimedMessage(NamedTuple):
-    """A message as it lay in Redis; `is_promoted`: it came before others as the share of the lowest priority."""
+    """A message as it lay in Redis; `is_promoted`: it came before others as the share of the lower priorities."""
 
     queue: str
     tag: str

@@ -9,14 +9,14 @@
 --   free     up to which others' lists may fill up: the rows that would stay empty
 --   spill    what is left in another's list, but for the lists named last
 --   inbox, manage   beyond `ahead`, since they are forwarded, or run beside the rows
---   turn     how many it has claimed in all: one of 8 is the share of the lowest priority that waits
+--   turn     how many it has claimed in all: one of 8 is the share of the lower priorities, each in its turn
 --   room     rows it could take from busy peers if it gets nothing here, or -1 to say nothing
 --   listen   1 for a worker with requests to spare, which wants to know of idle peers
 --   then the names of others' lists in which the same message has waited too long for its owner to claim it
 --
 -- Returns: whether it has a lease, members, generation, {idle peer, its room, ...}, {index of another's list with
 -- something in it, what it would give next, ...} where rows stay empty, and for each message the index of its list
--- (from 1), its tag, 1 if it came before others as the share of the lowest, and the message.
+-- (from 1), its tag, 1 if it came before others as the share of the lower priorities, and the message.
 --
 -- What is first written frees memory (RPOP, or HDEL), so that a full Redis drains.
 local QUEUES, MANAGE, INBOX, BASE, OWN = 5, 1, 2, 3, 4
@@ -91,13 +91,27 @@ local function passes(lists, step)
   return false
 end
 
+-- The steps in the order in which the next claim looks at them; a share is each lower step's in its turn.
+local function order()
+  local steps_of, number = {}, turn + taken
+  local is_share = number % SHARE == SHARE - 1 and steps > 1
+  if is_share then
+    local first = math.floor(number / SHARE) % (steps - 1)
+    for i = 0, steps - 2 do steps_of[#steps_of + 1] = steps - 1 - (first + i) % (steps - 1) end
+    steps_of[#steps_of + 1] = 0
+  else
+    for step = 0, steps - 1 do steps_of[#steps_of + 1] = step end
+  end
+  return steps_of, is_share
+end
+
 local function claim_ahead()
   local lists = {}
   for step = 0, steps - 1 do lists[step] = waiting(step, BASE, OWN + own - 1, function() return 0 end) end
   while taken < ahead and bytes < LIMIT_BYTES do
-    local is_share, got = (turn + taken) % SHARE == SHARE - 1, false
-    for i = 0, steps - 1 do
-      local step = is_share and steps - 1 - i or i
+    local steps_of, is_share = order()
+    local got = false
+    for _, step in ipairs(steps_of) do
       got = one_of(step, lists[step], is_share and passes(lists, step))
       if got then break end
     end

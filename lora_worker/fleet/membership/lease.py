@@ -81,6 +81,7 @@ class Lease:
     Args:
         on_doubt: called on the thread, before `is_certain` holds again, where peers may have restored messages of this
             worker; where it raises RedisError it is called again after the next beat.
+        on_lost: the same, where Redis has come back without its data.
         on_beat: called on the thread with every answer; must not block.
     """
 
@@ -92,6 +93,7 @@ class Lease:
         lease_seconds: float,
         *,
         on_doubt: Callable[[], None],
+        on_lost: Callable[[], None],
         on_beat: Callable[[Beat], None],
     ) -> None:
         self._keys = [keys.workers, keys.fleet, keys.generation]
@@ -100,6 +102,7 @@ class Lease:
         self._worker_id = worker_id
         self._lease_seconds = lease_seconds
         self._on_doubt = on_doubt
+        self._on_lost = on_lost
         self._on_beat = on_beat
         self._contact = Contact(lease_seconds)
         self._certain_until = 0.0
@@ -112,6 +115,11 @@ class Lease:
     def is_certain(self) -> bool:
         """Whether the lease can't have ended, by this worker's own clock."""
         return time.monotonic() < self._certain_until
+
+    @property
+    def epoch(self) -> str:
+        """Tells whether Redis has its data, as of the last good beat; what `on_lost` notes comes before a new one."""
+        return self._epoch or ""
 
     @property
     def dead(self) -> frozenset[str]:
@@ -167,6 +175,7 @@ class Lease:
     def _judge(self, beat: Beat) -> None:
         if self._epoch not in (None, beat.epoch):
             logger.error("Redis has lost its data. Rows that run go on; what waited in its queues is gone.")
+            self._on_lost()
             self._is_in_doubt = False
         elif not beat.ended_at and self._epoch is not None:
             logger.warning("This worker's lease had ended, so peers may have restored its messages.")

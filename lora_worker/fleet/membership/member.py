@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from redis.exceptions import RedisError
@@ -28,6 +28,15 @@ STEWARD_TIMEOUT_SECONDS = 5.0
 LEAVE_SECONDS = 5.0
 CERTAINTY_LOOK_SECONDS = 0.05
 REFUSAL_SAY_SECONDS = 30.0
+
+
+class Held(NamedTuple):
+    """How Redis knows whether a message is still this worker's: its tag under `unacked`, at this epoch of `fleet`."""
+
+    unacked: str
+    tag: str
+    fleet: str
+    epoch: str
 
 
 class FleetMember:
@@ -62,6 +71,7 @@ class FleetMember:
             self.worker_id,
             settings.lease_seconds,
             on_doubt=self._find_foreign,
+            on_lost=self.unacknowledged.note_lost,
             on_beat=self._on_beat,
         )
         self.steward = Steward(
@@ -124,10 +134,6 @@ class FleetMember:
         return [*self.keys.queues, self.keys.direct(self.worker_id)]
 
     @property
-    def has_joined(self) -> bool:
-        return self._has_joined
-
-    @property
     def members(self) -> Members | None:
         """Who lives, as of the last look; None before the first."""
         members = self.steward.members
@@ -151,11 +157,17 @@ class FleetMember:
         """Have the report written at once instead of within a second."""
         self.steward.wake()
 
-    def is_own(self, tags: list[str], is_stopping: Callable[[], bool]) -> bool:
-        """Whether one of the messages is still this worker's; waits until the lease is certain, or the worker stops."""
+    def is_own(self, tag: str, is_stopping: Callable[[], bool]) -> bool:
+        """Whether a message is still this worker's; waits until the lease is certain, or the worker stops."""
         while not self.lease.is_certain and not is_stopping():
             time.sleep(CERTAINTY_LOOK_SECONDS)
-        return any(tag in self.unacknowledged for tag in tags)
+        return tag in self.unacknowledged
+
+    def held(self, tag: str) -> Held | None:
+        """By what Redis is asked whether the message is still this worker's; None where Redis has lost it."""
+        if self.unacknowledged.is_lost(tag):
+            return None
+        return Held(self.keys.unacked(self.worker_id), tag, self.keys.fleet, self.lease.epoch)
 
     def give_back_unworked(self) -> None:
         """Celery has lost its connection, and with it what it kept for later (tasks with an ETA)."""
@@ -182,7 +194,7 @@ class FleetMember:
     def _find_foreign(self) -> None:
         held = self.unacknowledged.tags()
         here = tags_under(self._lease_redis, self.keys.unacked(self.worker_id))
-        foreign = held - here
+        foreign = {tag for tag in held - here if not self.unacknowledged.is_lost(tag)}
         self.unacknowledged.forget(foreign)
         if foreign:
             self.on_foreign(foreign)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from redis import Redis
 from redis.exceptions import RedisError
 
-from lora_worker.fleet.connection import script
+from lora_worker.fleet.connection import script, tags_under
 from lora_worker.fleet.keys import Keys
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class Unacknowledged:
         self._move = redis.register_script(script("move"))
         self._mark = redis.register_script(script("mark"))
         self._tags: set[str] = set()
+        self._lost: set[str] = set()
         self._operations: deque[_Operation] = deque()
         self._writing: list[_Operation] = []
         # Reentrant: Celery cancels everything from within a signal handler, wherever the main thread is then.
@@ -94,6 +95,17 @@ class Unacknowledged:
         """Those in hand, and those that are being settled."""
         with self._lock:
             return self._tags | {operation.tag for operation in (*self._operations, *self._writing)}
+
+    def note_lost(self) -> None:
+        """Redis has come back without what was there; raises RedisError. The rows that run are nobody else's."""
+        held = self.in_hand()
+        here = tags_under(self._redis, self._unacked)
+        with self._lock:
+            self._lost |= held - here
+
+    def is_lost(self, tag: str) -> bool:
+        """Whether the message was this worker's when Redis lost its data."""
+        return tag in self._lost
 
     def forget(self, tags: Iterable[str]) -> None:
         """A peer has restored these; there is nothing to settle."""
@@ -137,6 +149,7 @@ class Unacknowledged:
     def _settle(self, operation: _Operation) -> None:
         with self._lock:
             self._tags.discard(operation.tag)
+            self._lost.discard(operation.tag)
             self._operations.append(operation)
         self._wake.set()
 

@@ -2,8 +2,8 @@
 
 A generate task goes to the engine from Celery's loop, which may not be held up, and comes back by a callback. Celery's
 own trace then runs on a finisher thread with the finished answer as the task's body, so results, links, retries,
-signals and events are Celery's as ever, and the acknowledgement follows the stored result. All other tasks run on a
-few threads of their own, so that an unload that waits for rows to end holds up no answer.
+signals and events are Celery's as ever, and the acknowledgement follows the stored result. All other tasks run on
+threads of their own, so that an unload that waits for rows to end holds up no answer and no other task.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from celery.concurrency.base import BasePool, apply_target
 from celery.worker import state
 
 from lora_worker.errors import EngineStoppedError, LoraWorkerError
-from lora_worker.fleet.membership.member import current_member
+from lora_worker.fleet.membership.member import Held, current_member
 from lora_worker.fleet.pool.daemons import DaemonThreads
 from lora_worker.fleet.pool.generate_message import read_message
 from lora_worker.fleet.pool.pool_in_fleet import PoolInFleet
 from lora_worker.fleet.pool.request import FleetRequest
+from lora_worker.fleet.pool.results import ForeignMessageError
 from lora_worker.fleet.pool.task_row import TaskRow
 from lora_worker.fleet.registry.joining import join_registry
 from lora_worker.fleet.registry.registry import FleetRegistry
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINISHER_THREADS = 8
-MANAGEMENT_THREADS = 4
+# Most of them wait, for rows to end or for other workers. No more tasks are claimed than there are threads left.
+MANAGEMENT_THREADS = 64
 DRAIN_LOOK_SECONDS = 0.05
 CLOSE_SECONDS = 5.0
 
@@ -94,7 +96,11 @@ class EnginePool(BasePool):
         member.on_refused = _refuse
         self.fleet = PoolInFleet(self, member)
         self.registry = join_registry(
-            member, self.engine.registered, worker_name=self.engine.worker_name, rows=lambda: self.rows
+            member,
+            self.engine.registered,
+            worker_name=self.engine.worker_name,
+            rows=lambda: self.rows,
+            cancel=self._cancel,
         )
         member.join()
         self.registry.start()
@@ -127,7 +133,11 @@ class EnginePool(BasePool):
             soft_limit=soft_timeout,
             hard_limit=timeout,
         )
-        row = TaskRow(self, request, read, run_trace=lambda done: apply_target(target, args, kwargs, done))
+
+        def run_trace(done: Callable[..., None]) -> None:
+            apply_target(target, args, kwargs, done, propagate=ForeignMessageError)
+
+        row = TaskRow(self, request, read, run_trace=run_trace)
         self._rows[task_id] = row
         self.fleet.admit(row)
         return row
@@ -139,13 +149,18 @@ class EnginePool(BasePool):
     def _submit(self, row: TaskRow) -> None:
         self.engine.submit(
             row.message.body,
-            row.on_done,
+            lambda outcome: row.on_done(self.registry.explained(row.adapter, outcome)),
             request_id=row.task_id,
             priority=row.message.priority,
             time_limit_seconds=row.time_limit_seconds,
             may_start=row.may_start,
             on_started=row.on_started,
         )
+
+    def _cancel(self, task_id: str) -> None:
+        row = self._rows.get(task_id)
+        if row is not None:
+            row.terminate()
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
         """Nothing: Celery calls the row's own `terminate` too, and there is no process to signal."""
@@ -214,6 +229,11 @@ class EnginePool(BasePool):
         return limit
 
     @property
+    def free_managers(self) -> int:
+        """How many more management tasks would run at once."""
+        return self._managers.free
+
+    @property
     def rows(self) -> list[TaskRow]:
         return list(self._rows.values())
 
@@ -228,11 +248,6 @@ class EnginePool(BasePool):
         """How many tasks that are no rows are in hand."""
         return len(self._managed)
 
-    @property
-    def free_managers(self) -> int:
-        """How many more of them could begin at once."""
-        return max(0, MANAGEMENT_THREADS - len(self._managed))
-
     def run_later(self, function: Callable[[], None]) -> None:
         self._finishers.submit(function)
 
@@ -242,6 +257,9 @@ class EnginePool(BasePool):
 
     def is_own(self, row: TaskRow) -> bool:
         return self.fleet.is_own(row)
+
+    def held(self, row: TaskRow) -> Held | None:
+        return self.fleet.held(row)
 
     def forget(self, row: TaskRow) -> None:
         if self._rows.get(row.task_id) is row:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from lora_worker.fleet.pool.request import FleetRequest
 
 # What the transport puts into a message's headers: how often it was restored, how often its row was running when its
-# worker died, and whether it came before others as the share of the lowest priority.
+# worker died, and whether it came before others as the share of the lower priorities.
 RESTORED, DEATHS, PROMOTED = "lora_restored", "lora_deaths", "lora_promoted"
 MOST = 2**53
 
@@ -49,7 +49,7 @@ def _body_of(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _priority_of(message: dict[str, Any]) -> int:
-    """A message's priority in the engine: the highest for the share of the lowest, which would never start there."""
+    """A message's priority in the engine: the highest for the lower ones' share, which would never start there."""
     if message.get(PROMOTED):
         return 0
     return int(_number((message.get("delivery_info") or {}).get("priority")) or 0)

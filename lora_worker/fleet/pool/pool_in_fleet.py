@@ -14,7 +14,7 @@ from lora_worker.fleet.claiming.claimer import Claimer
 from lora_worker.fleet.claiming.claims import Load
 from lora_worker.fleet.claiming.hand_over import Candidate, choose
 from lora_worker.fleet.keys import PRIORITY_STEPS, list_of, step_of
-from lora_worker.fleet.membership.member import FleetMember
+from lora_worker.fleet.membership.member import FleetMember, Held
 from lora_worker.fleet.pool.quarantine import Quarantine
 from lora_worker.fleet.pool.task_row import TaskRow
 
@@ -39,9 +39,6 @@ class Pool(Protocol):
     def managed(self) -> int: ...
 
     @property
-    def free_managers(self) -> int: ...
-
-    @property
     def is_draining(self) -> bool: ...
 
     @property
@@ -49,6 +46,9 @@ class Pool(Protocol):
 
     @property
     def row_limit(self) -> int: ...
+
+    @property
+    def free_managers(self) -> int: ...
 
     def submit(self, row: TaskRow) -> None: ...
 
@@ -104,7 +104,10 @@ class PoolInFleet:
             logger.warning("The start of %s could not be written down (%s).", row.task_id, error)
 
     def is_own(self, row: TaskRow) -> bool:
-        return self._member.is_own(row.tags, lambda: self._pool.is_stopping)
+        return self._member.is_own(row.tag, lambda: self._pool.is_stopping)
+
+    def held(self, row: TaskRow) -> Held | None:
+        return self._member.held(row.tag)
 
     def ended(self, row: TaskRow) -> None:
         self._quarantine.ended(row)
@@ -151,7 +154,7 @@ class PoolInFleet:
 
     def _abandon(self, foreign: set[str]) -> None:
         """Peers have restored these messages, since this worker was away for longer than its lease."""
-        rows = [row for row in self._pool.rows if foreign.issuperset(row.tags)]
+        rows = [row for row in self._pool.rows if row.tag in foreign]
         # The unstarted first: the place of one that ran would be given to the next of them.
         for row in sorted(rows, key=lambda row: row.is_started):
             row.abandon()

@@ -1,7 +1,11 @@
-"""What Celery's trace of a generate task is given to return or raise, when the engine has finished the row."""
+"""What Celery's trace of a generate task is given to return or raise, when the engine has finished the row.
+
+The trace runs on one thread, from the task's body to the storing of its result, and finds here what is its row's.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,38 +16,53 @@ from lora_worker.errors import EngineStoppedError, LoraWorkerError, RequestWithd
 
 if TYPE_CHECKING:
     from lora_worker.engine.engine import Outcome
+    from lora_worker.fleet.membership.member import Held
+
+
+class ForeignMessageError(BaseException):
+    """The row's message is another worker's by now. No Exception, of which Celery's trace makes a failed task."""
 
 
 class _Finished(NamedTuple):
-    """What the trace of a generate task returns or raises, and how long its row ran."""
+    """`held`: the message whose being this worker's the result depends on, None where that can't be asked any more."""
 
     answer: Callable[[], Any]
     run_seconds: float
+    held: Callable[[], Held | None]
 
 
-# By task id, while the trace runs.
-_finished: dict[str, _Finished] = {}
+class _OfThread(threading.local):
+    finished: _Finished | None = None
+
+
+_here = _OfThread()
 
 
 @contextmanager
-def finished(task_id: str, answer: Callable[[], Any], run_seconds: float) -> Iterator[None]:
-    """While the block runs Celery's trace of the task."""
-    _finished[task_id] = _Finished(answer, run_seconds)
+def finished(answer: Callable[[], Any], run_seconds: float, held: Callable[[], Held | None]) -> Iterator[None]:
+    """While the block runs Celery's trace of the task, on this thread."""
+    _here.finished = _Finished(answer, run_seconds, held)
     try:
         yield
     finally:
-        del _finished[task_id]
+        _here.finished = None
 
 
-def finished_answer(task_id: str) -> dict[str, Any]:
+def finished_answer() -> dict[str, Any]:
     """The body of every generate task: the answer that the engine has ready, or its error."""
-    answer: dict[str, Any] = _finished[task_id].answer()
+    assert _here.finished is not None, "a generate task runs outside of its worker's pool"
+    answer: dict[str, Any] = _here.finished.answer()
     return answer
 
 
-def run_seconds(task_id: str) -> float | None:
-    """How long the row of a task that is being finished ran."""
-    return _finished[task_id].run_seconds if task_id in _finished else None
+def held_message() -> Held | None:
+    """The message that the result which this thread is about to store depends on; None where it depends on none."""
+    return _here.finished.held() if _here.finished else None
+
+
+def run_seconds() -> float | None:
+    """How long the row of the task that this thread is finishing ran."""
+    return _here.finished.run_seconds if _here.finished else None
 
 
 def result_of(outcome: Outcome, soft_limit: float | None, hard_limit: float | None) -> Callable[[], Any] | None:

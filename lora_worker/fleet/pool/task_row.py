@@ -16,11 +16,12 @@ from redis.exceptions import RedisError
 
 from lora_worker.errors import GenerationError
 from lora_worker.fleet.pool.generate_message import GenerateMessage
-from lora_worker.fleet.pool.results import finished, result_of
+from lora_worker.fleet.pool.results import ForeignMessageError, finished, result_of
 
 if TYPE_CHECKING:
     from lora_worker.engine import Engine
     from lora_worker.engine.engine import Outcome
+    from lora_worker.fleet.membership.member import Held
     from lora_worker.fleet.pool.request import FleetRequest
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,10 @@ class Owner(Protocol):
         """The row starts; for a suspect, Redis knows when this returns. Called on the engine's thread."""
 
     def is_own(self, row: TaskRow) -> bool:
-        """Whether its messages are this worker's; waits until that is certain."""
+        """Whether its message is this worker's; waits until that is certain."""
+
+    def held(self, row: TaskRow) -> Held | None:
+        """By what Redis knows whether its message is this worker's; None where it can't be asked any more."""
 
     def forget(self, row: TaskRow) -> None:
         """The row has ended."""
@@ -88,6 +92,11 @@ class TaskRow:
         return min((limit for limit in (self.message.soft_limit, self.message.hard_limit) if limit), default=None)
 
     @property
+    def tag(self) -> str:
+        """Of the message it runs for. A copy that came while it ran may have been claimed with a newer registry."""
+        return self._requests[0].tag
+
+    @property
     def tags(self) -> list[str]:
         """Of the message and its copies."""
         return [request.tag for request in self._requests]
@@ -128,8 +137,11 @@ class TaskRow:
         self._pool.run_later(lambda: self._finish(outcome))
 
     def terminate(self, signal: int | None = None) -> None:  # noqa: ARG002 - Celery's signature; there is no process
-        """Celery revokes or cancels the task."""
-        self._pool.engine.cancel(self.task_id)
+        """Celery revokes or cancels the task; a cold shutdown does so from within a signal handler.
+
+        The thread that it interrupts may hold a lock that the engine's door needs, so another knocks there.
+        """
+        self._pool.run_later(lambda: self._pool.engine.cancel(self.task_id))
 
     def withdraw(self) -> list[str]:
         """Take a row that has not started out of the engine; returns the tags of its messages, for another to run.
@@ -143,12 +155,17 @@ class TaskRow:
         return self._leave()
 
     def abandon(self) -> None:
-        """Take a row out of the engine, started or not: its messages are another worker's by now."""
+        """Take a row out of the engine, started or not: its message is another worker's by now.
+
+        Copies may be this worker's, and go back to the front of their queues, to be run anew.
+        """
         with self._lock:
             if self._is_finished:
                 return
             self._is_finished = True
         self._leave()
+        for copy in self._requests[1:]:
+            copy.give_back()
 
     def has_result(self) -> bool:
         """Whether the task's result is stored already; asks Redis."""
@@ -186,6 +203,10 @@ class TaskRow:
             try:
                 self._tell_celery(outcome)
                 return
+            except ForeignMessageError:
+                logger.warning("The row of %s was another worker's by now; its answer is not stored.", self.task_id)
+                self.abandon()
+                return
             except REDIS_ERRORS as error:
                 if self._pool.is_stopping:
                     break
@@ -217,7 +238,7 @@ class TaskRow:
             # Revoked or expired: Celery stores that and acknowledges. Cancelled by a shutdown: the message goes back.
             self._end(lambda request: None if request.revoked() else request.give_back())
             return
-        with finished(self.task_id, result, self._run_seconds):
+        with finished(result, self._run_seconds, lambda: self._pool.held(self)):
             self._run_trace(self._tell_requests)
 
     def _tell_requests(self, traced: tuple[Any, Any, float]) -> None:

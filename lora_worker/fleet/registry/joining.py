@@ -20,14 +20,20 @@ RETRIES = 3
 
 
 def join_registry(
-    member: FleetMember, registered: Registered, *, worker_name: str, rows: Callable[[], Iterable[Row]]
+    member: FleetMember,
+    registered: Registered,
+    *,
+    worker_name: str,
+    rows: Callable[[], Iterable[Row]],
+    cancel: Callable[[str], None],
 ) -> FleetRegistry:
-    """The registry of a worker that is about to join; `start` it when it has."""
+    """The registry of a worker that is about to join; `start` it when it has. `cancel` ends the row of a task."""
     settings = member.settings
     redis = connect(settings.redis_url, timeout_seconds=TIMEOUT_SECONDS)
     # Whatever is asked on this connection may be asked twice.
     redis.set_retry(Retry(ExponentialBackoff(cap=1.0), RETRIES))
-    revocations = Revocations(redis, member.keys, remember_seconds=settings.result_expires_seconds)
+    remember = settings.result_expires_seconds
+    revocations = Revocations(redis, member.keys, remember_seconds=remember, cancel=cancel)
     registry = FleetRegistry(
         RegistryStore(redis, member.keys),
         registered,

@@ -19,8 +19,9 @@ from lora_worker.adapters.reference import AdapterReference
 from lora_worker.adapters.room import PinRoom
 from lora_worker.errors import EngineStoppedError
 from lora_worker.fleet.registry.leaving import Leaving, Row
+from lora_worker.fleet.registry.own import OwnAdapters
 from lora_worker.fleet.registry.pins import pinned_here
-from lora_worker.fleet.registry.store import Changes, Entries, RegistryStore
+from lora_worker.fleet.registry.store import Changes, RegistryStore
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class Reconciler:
 
     Args:
         rows: all that are here.
-        restore: registers what this worker's engine has; called on the thread at the start, with no entries, and where
-            Redis has come back without the registry it had, with what that held.
+        own: registers what this worker's settings name at the start, and what is known here where Redis has come back
+            without it.
         own_pins: names that the worker's settings pin.
         changed: called on any thread when what `describe` says has changed; must not block.
     """
@@ -60,7 +61,7 @@ class Reconciler:
         own_pins: frozenset[str],
         pin_room: PinRoom,
         rows: Callable[[], Iterable[Row]],
-        restore: Callable[[Entries], None],
+        own: OwnAdapters,
         changed: Callable[[], None],
     ) -> None:
         self.entries: dict[str, AdapterReference] = {}
@@ -72,11 +73,12 @@ class Reconciler:
         self._own_pins = own_pins
         self._pin_room = pin_room
         self.leaving = Leaving(rows, changed)
-        self._restore = restore
+        self._own = own
         self._changed = changed
         self._has_joined = False
         self._left_out: set[str] = set()
         self._applied = 0
+        self._epoch = ""
         self._seen = 0  # the newest generation that a claim or beat has brought
         self._held: list[Callable[[], None]] = []
         self._ended = threading.Event()
@@ -109,8 +111,7 @@ class Reconciler:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        for go_on in self._held:
-            go_on()
+        self._let_go(self._held)
 
     def on_generation(self, generation: int) -> None:
         """What a claim or a beat has found; never blocks."""
@@ -137,14 +138,16 @@ class Reconciler:
         """Apply what has changed in Redis; any thread; raises RedisError."""
         with self._applying:
             if not self._has_joined:
-                self._restore({})
+                self._own.join(self._registered.references())
                 self._has_joined = True
+            self._own.look_again()
             changes = self._store.changes_since(self._applied)
-            if changes.generation == 0 and self._applied > 0:
+            # Whoever was first may have registered something by now: its number says nothing, its epoch does.
+            if self._applied > 0 and (changes.generation == 0 or changes.epoch != self._epoch):
                 logger.warning("Redis has come back without the registry of adapters; what is known here is kept.")
-                self._restore(self.entries)
+                self._own.restore(self.entries)
                 changes = self._store.changes_since(0)
-            if changes.generation != self._applied:
+            if (changes.generation, changes.epoch) != (self._applied, self._epoch):
                 self._apply(changes)
 
     # ---------------------------------------------------------------------------------------------
@@ -171,8 +174,14 @@ class Reconciler:
             with self._lock:
                 if self._seen == seen > self._applied:
                     self._seen = self._applied  # Redis came back with less than it had
-            for go_on in held:
+            self._let_go(held)
+
+    def _let_go(self, held: Iterable[Callable[[], None]]) -> None:
+        for go_on in held:
+            try:
                 go_on()
+            except Exception:
+                logger.exception("A row that waited for the registry could not be given to the engine.")
 
     def _say(self, error: Exception, waiting: int) -> None:
         if isinstance(error, RedisError):
@@ -193,25 +202,23 @@ class Reconciler:
         touched = changes.entries.keys() | changes.gone | (pinned ^ self.pinned)
         wanted: dict[str, AdapterReference | None] = {}
         for name in known.keys() | entries.keys() if changes.is_whole else touched:
-            reference = self._wanted(entries.get(name), known.get(name), is_pinned=name in pinned)
+            reference = self._wanted(name, entries.get(name), is_pinned=name in pinned)
             if reference != known.get(name):
                 wanted[name] = reference
         self._registered.apply(wanted)
         left = [name for name in wanted.keys() & known.keys() if _digest(wanted[name]) != known[name].digest]
         self.leaving.note(left, changes.generation)
         self.entries, self.pinned, self._left_out = entries, frozenset(pinned), left_out
-        self._applied = changes.generation
+        self._applied, self._epoch = changes.generation, changes.epoch
         self._changed()
 
-    def _wanted(
-        self, entry: AdapterReference | None, known: AdapterReference | None, *, is_pinned: bool
-    ) -> AdapterReference | None:
-        """What the engine is to have of a name; `known` is what it has."""
+    def _wanted(self, name: str, entry: AdapterReference | None, *, is_pinned: bool) -> AdapterReference | None:
+        """What the engine is to have of a name."""
         if entry is None:
             return None
-        # Files that this worker's settings named stay where they are, if their content is what is registered.
-        is_own = known is not None and known.lora_path is None and known.digest == entry.digest
-        return replace(known if known and is_own else entry, pinned=is_pinned)
+        # Files that this worker's settings name are read from there, if their content is what is registered.
+        named = self._own.named.get(name)
+        return replace(named if named and named.digest == entry.digest else entry, pinned=is_pinned)
 
 
 def _digest(reference: AdapterReference | None) -> str | None:

@@ -6,20 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from lora_worker.adapters.reference import AdapterReference, check_name
-from lora_worker.adapters.registry import unknown_adapter
+from lora_worker.adapters.registry import name_is_taken, unknown_adapter, was_not
 from lora_worker.adapters.room import PinRoom
-from lora_worker.adapters.source import portable_path
-from lora_worker.errors import AdapterConflictError, AdapterTimeoutError, EngineStoppedError
+from lora_worker.errors import AdapterTimeoutError, EngineStoppedError, InvalidAdapterError
 from lora_worker.fleet.registry import decisions
 from lora_worker.fleet.registry.leaving import Row
+from lora_worker.fleet.registry.own import OwnAdapters
 from lora_worker.fleet.registry.pins import check_pin
 from lora_worker.fleet.registry.reconciler import Reconciler, Registered
 from lora_worker.fleet.registry.report import has_let_go, status_of, worker_name_of
-from lora_worker.fleet.registry.store import Decision, Entries, RegistryStore
+from lora_worker.fleet.registry.store import RegistryStore
 from lora_worker.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -56,10 +55,9 @@ class FleetRegistry:
         self._settings = settings
         self._worker_name = worker_name
         self._worker_id = worker_id
-        self._on_join = on_join
         self._is_ended = False
         self._own_pins = frozenset(entry.lora_name for entry in settings.lora_paths if entry.pinned)
-        self._refused: dict[str, tuple[str, str]] = {}  # by name: the digest that is registered, and what is wrong here
+        self._own = OwnAdapters(store, settings, worker_id, on_join=on_join)
         self.reconciler = Reconciler(
             store,
             registered,
@@ -67,7 +65,7 @@ class FleetRegistry:
             own_pins=self._own_pins,
             pin_room=PinRoom.of(settings),
             rows=rows,
-            restore=self._restore,
+            own=self._own,
             changed=changed,
         )
 
@@ -85,16 +83,30 @@ class FleetRegistry:
             "worker": self._worker_name,
             "pin_room": PinRoom.of(self._settings),
             "own_pins": sorted(self._own_pins),
-            "refused": {name: sentence for name, (digest, sentence) in self._refused.items() if self._is(name, digest)},
+            "refused": {name: sentence for name in self._own.refused if (sentence := self._refusal(name))},
             **self.reconciler.describe(),
         }
+
+    def explained(self, name: str | None, outcome: Callable[[], Any]) -> Callable[[], Any]:
+        """What a request ends with: where its adapter can't be read here, since this worker's files differ, that."""
+        sentence = self._refusal(name) if name is not None else None
+        if sentence is None:
+            return outcome
+
+        def explain() -> Any:
+            try:
+                return outcome()
+            except InvalidAdapterError as error:
+                raise InvalidAdapterError(sentence) from error
+
+        return explain
 
     def load_lora_adapter(
         self, lora_name: str, lora_path: str, *, pinned: bool = False, replace: bool = False
     ) -> dict[str, Any]:
         """Read and check an adapter here, then register it; with `replace`, return when its old content is gone."""
         if lora_name == self._settings.base_name:
-            raise AdapterConflictError(f"{lora_name!r} is the base model's name; load the adapter under another")
+            raise name_is_taken(lora_name)
         reference = self._registered.read(lora_name, lora_path, pinned=pinned)
         if pinned:
             self._check_pin(reference)
@@ -118,10 +130,10 @@ class FleetRegistry:
         )
         self.reconciler.refresh()
         self._wait_until_all_let_go(lora_name, generation, timeout_seconds)
-        return self._success(None if was_loaded else f"the adapter {lora_name!r} was not loaded")
+        return self._success(None if was_loaded else was_not(lora_name, "loaded"))
 
     def pin_lora_adapter(self, lora_name: str) -> dict[str, Any]:
-        """Have every worker keep the adapter in a slot."""
+        """Register that every worker is to keep the adapter in a slot; each loads it at once."""
         self.reconciler.refresh()
         entry = self.reconciler.entries.get(check_name(lora_name))
         if entry is None:
@@ -141,7 +153,7 @@ class FleetRegistry:
         if pinning:
             return self._success(f"the settings of {', '.join(pinning)} go on pinning {lora_name!r} there")
         was_pinned = entry is not None and entry.pinned
-        return self._success(None if was_pinned else f"the adapter {lora_name!r} was not pinned")
+        return self._success(None if was_pinned else was_not(lora_name, "pinned"))
 
     def list_lora_adapters(self) -> dict[str, Any]:
         """Every registered adapter, and by each worker's own report where its weights are."""
@@ -156,9 +168,11 @@ class FleetRegistry:
         loaded = {name: entry.source for name, entry in sorted(self.reconciler.entries.items())}
         return {"success": True, "loaded_adapters": loaded, **({"message": message} if message else {})}
 
-    def _is(self, name: str, digest: str) -> bool:
+    def _refusal(self, name: str) -> str | None:
+        """What is wrong with this worker's files of a name, while what they differ from is registered."""
+        digest, sentence = self._own.refused.get(name, ("", ""))
         entry = self.reconciler.entries.get(name)
-        return entry is not None and entry.digest == digest
+        return sentence if entry is not None and entry.digest == digest else None
 
     def _reports(self, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """What the workers last said of themselves; `own` is what this one says now."""
@@ -199,28 +213,3 @@ class FleetRegistry:
     def _waiting_for(self, name: str, generation: int) -> list[str]:
         reports = self._reports(self.reconciler.describe())
         return sorted(worker_name_of(w, r) for w, r in reports.items() if not has_let_go(r, name, generation))
-
-    def _restore(self, entries: Entries) -> None:
-        if not entries:
-            self._on_join()
-        references = list(entries.values()) or self._of_settings()
-        # With nobody else there, the settings of a worker that starts are what is wanted now.
-        is_alone = not entries and set(self._store.reports()) <= {self._worker_id}
-
-        def decide(found: Entries) -> Decision:
-            decision, refused = decisions.restore(found, references, replace_content=is_alone)
-            self._refused = {name: (found[name].digest, sentence) for name, sentence in refused.items()}
-            return decision
-
-        self._store.change([reference.name for reference in references], decide)
-        for _, sentence in self._refused.values():
-            logger.error("An adapter is not served here: %s", sentence)
-
-    def _of_settings(self) -> list[AdapterReference]:
-        """What the engine has loaded at its start, as other workers may find it; pins of settings are no one else's."""
-        paths = {entry.lora_name: entry.lora_path for entry in self._settings.lora_paths}
-        roots = self._settings.adapter_roots
-        return [
-            replace(found, pinned=False, lora_path=portable_path(paths.get(name), Path(found.source), roots))
-            for name, found in self._registered.references().items()
-        ]

@@ -1,7 +1,7 @@
 """The fleet's adapters as Redis has them: a hash by name, and a number that every change raises.
 
-A change reads what it depends on and writes under WATCH, so of two at once the second sees the first. The number starts
-at the time in milliseconds, so that it goes on rising where Redis has come back without its data.
+A change reads what it depends on and writes under WATCH, so of two at once the second sees the first. The number is the
+time in milliseconds or more, so that it goes on rising where Redis has come back without its data, or with older data.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from redis import Redis
 from redis.client import Pipeline
@@ -23,6 +24,9 @@ from lora_worker.fleet.keys import Keys
 
 logger = logging.getLogger(__name__)
 
+# So many changes are remembered at least; who has missed more reads the whole registry.
+KEPT_CHANGES = 1000
+EPOCH, FLOOR = "registry", "registry_floor"  # fields of the fleet's hash
 
 # What a change reads: those of the names it asked for that are registered.
 Entries = Mapping[str, AdapterReference]
@@ -31,12 +35,23 @@ Decision = dict[str, AdapterReference | None]
 
 
 class Changes(NamedTuple):
-    """The registry after some generation: what was registered or changed since, and which names went."""
+    """The registry after some generation: what was registered or changed since, and which names went.
+
+    `epoch` is another where Redis had lost the registry in between.
+    """
 
     generation: int
     entries: dict[str, AdapterReference]
     gone: set[str]
     is_whole: bool  # all of the registry, and not what has changed alone
+    epoch: str
+
+
+class Leases(NamedTuple):
+    """When the leases of workers end, by id, and which of these have not ended."""
+
+    until: dict[str, float]
+    living: frozenset[str]
 
 
 class RegistryStore:
@@ -47,6 +62,7 @@ class RegistryStore:
         self._keys = keys
         self._write = script("register")
         self._hash, self._generation, self._changes = keys.registry, keys.generation, keys.registry_changes
+        self._fleet = keys.fleet
 
     def generation(self) -> int:
         """The number of the last change; 0 where there is no registry."""
@@ -61,21 +77,31 @@ class RegistryStore:
                 pipe.hget(self._keys.worker(worker), "report")
             return {worker: json.loads(report or "{}") for worker, report in zip(workers, pipe.execute(), strict=True)}
 
+    def leases(self, *, but: str) -> Leases:
+        """Of all workers but one."""
+        with self._redis.pipeline() as pipe:
+            pipe.time()
+            pipe.zrange(self._keys.workers, 0, -1, withscores=True)
+            (seconds, micros), found = pipe.execute()
+        until = {worker.decode(): end for worker, end in found if worker.decode() != but}
+        return Leases(until, frozenset(worker for worker, end in until.items() if end > seconds + micros / 1e6))
+
     def changes_since(self, generation: int) -> Changes:
-        """What has changed since then; all there is, where Redis knows less than that."""
+        """What has changed since then; all there is, where Redis knows less than that, or no longer so far back."""
         with self._redis.pipeline() as pipe:
             pipe.get(self._generation)
+            pipe.hmget(self._fleet, EPOCH, FLOOR)
             pipe.zrangebyscore(self._changes, f"({generation}", "+inf")
-            now, changed = pipe.execute()
-            if int(now or 0) < generation or generation == 0:
+            now, (epoch, floor), changed = pipe.execute()
+            if int(now or 0) < generation or generation < int(floor or 0) or generation == 0:
                 return self._all()
             if not changed:
-                return Changes(int(now or 0), {}, set(), is_whole=False)
+                return Changes(int(now or 0), {}, set(), is_whole=False, epoch=_text(epoch))
             # Entries may be newer than `now` by now; the next call then gives them again.
             values: list[Any] = self._redis.hmget(self._hash, changed)
         names = [name.decode() for name in changed]
         entries = _entries(names, values)
-        return Changes(int(now or 0), entries, set(names) - set(entries), is_whole=False)
+        return Changes(int(now or 0), entries, set(names) - set(entries), is_whole=False, epoch=_text(epoch))
 
     def change(self, names: Collection[str], decide: Callable[[Entries], Decision]) -> int:
         """Write what `decide` makes of the entries of these names; returns the generation.
@@ -90,10 +116,11 @@ class RegistryStore:
             pipe.multi()
             if not changes:
                 return now
-            after = now + 1 if now else int(time.time() * 1000)
+            after = max(now + 1, int(time.time() * 1000))
             values = {name: "" if r is None else json.dumps(asdict(r)) for name, r in changes.items()}
-            keys = (self._hash, self._changes, self._generation)
-            pipe.eval(self._write, len(keys), *keys, after, *(word for item in values.items() for word in item))
+            keys = (self._hash, self._changes, self._generation, self._fleet)
+            words = [word for item in values.items() for word in item]
+            pipe.eval(self._write, len(keys), *keys, after, uuid4().hex, KEPT_CHANGES, *words)
             return after
 
         transaction: Any = self._redis.transaction  # typed as if it returned the commands' answers
@@ -102,10 +129,15 @@ class RegistryStore:
     def _all(self) -> Changes:
         with self._redis.pipeline() as pipe:
             pipe.get(self._generation)
+            pipe.hget(self._fleet, EPOCH)
             pipe.hgetall(self._hash)
-            now, values = pipe.execute()
+            now, epoch, values = pipe.execute()
         entries = _entries([name.decode() for name in values], list(values.values()))
-        return Changes(int(now or 0), entries, set(), is_whole=True)
+        return Changes(int(now or 0), entries, set(), is_whole=True, epoch=_text(epoch))
+
+
+def _text(value: bytes | None) -> str:
+    return (value or b"").decode()
 
 
 def _entries(names: Iterable[str], values: list[Any]) -> dict[str, AdapterReference]:

@@ -14,14 +14,23 @@ from celery.backends.redis import RedisBackend
 from kombu.transport import redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
+from lora_worker.fleet.pool.results import ForeignMessageError, held_message
+
 # KEYS: a set of bindings and its permanent part.  ARGV: the binding.
 BIND = "for _, key in ipairs(KEYS) do redis.call('SREM', key, ARGV[1]); redis.call('SADD', key, ARGV[1]) end"
-# KEYS: the result's, which is its channel too.  ARGV: the result, and how long it is kept in seconds, 0 for ever.
+# KEYS: the result's, which is its channel too, and, where it depends on a message, the worker's unacked and the fleet.
+# ARGV: the result, how long it is kept in seconds, 0 for ever, and then the message's tag and the fleet's epoch.
+#
+# A message that is no longer the worker's was restored by a peer, unless all is gone: then nobody else has it either.
 STORE = """
+if KEYS[2] and redis.call('HEXISTS', KEYS[2], ARGV[3]) == 0 and redis.call('HGET', KEYS[3], 'epoch') == ARGV[4] then
+  return 0
+end
 redis.call('DEL', KEYS[1])
 redis.call('SET', KEYS[1], ARGV[1])
 if ARGV[2] ~= '0' then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
 redis.call('PUBLISH', KEYS[1], ARGV[1])
+return 1
 """
 
 
@@ -43,7 +52,10 @@ class BindingChannel(redis.Channel):
 
 
 class ResultBackend(RedisBackend):
-    """Celery's, whose results are stored in a full Redis too."""
+    """Celery's, whose results are stored in a full Redis too, and those of rows only while these are the worker's own.
+
+    One step in Redis, since a worker may be stopped for longer than its lease between a look and what follows it.
+    """
 
     @cached_property
     def _store(self) -> Any:
@@ -55,4 +67,7 @@ class ResultBackend(RedisBackend):
 
     def _set(self, key: str, value: str, expires: int | None = None) -> None:
         seconds = self.expires if expires is None else expires
-        self._store(keys=[key], args=[value, int(seconds or 0)])
+        held = held_message()
+        keys, arguments = ([held.unacked, held.fleet], [held.tag, held.epoch]) if held else ([], [])
+        if not self._store(keys=[key, *keys], args=[value, int(seconds or 0), *arguments]):
+            raise ForeignMessageError
