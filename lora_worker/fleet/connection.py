@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from typing import Any
 
-from redis import Redis
+from redis import ConnectionPool, Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
@@ -23,14 +24,26 @@ def connect(url: str, *, timeout_seconds: float, is_single: bool = False) -> Red
     """
     # Celery writes CERT_REQUIRED where redis-py writes required.
     url = re.sub(r"ssl_cert_reqs=CERT_(\w+)", lambda found: f"ssl_cert_reqs={found[1].lower()}", url)
-    return Redis.from_url(
-        url,
-        socket_timeout=timeout_seconds,
-        socket_connect_timeout=timeout_seconds,
-        retry=Retry(NoBackoff(), 0),
-        socket_keepalive=True,
-        single_connection_client=is_single,
-    )
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_seconds,
+        "socket_connect_timeout": timeout_seconds,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_keepalive": True,
+    }
+    if is_single:
+        return Redis(connection_pool=_OneConnection.from_url(url, **options), single_connection_client=True)
+    return Redis.from_url(url, **options)
+
+
+class _OneConnection(ConnectionPool):
+    """Gives a connection out as it is made: it connects with its first command, and not while Redis is away."""
+
+    def get_connection(self, *_: Any, **__: Any) -> Any:
+        return self.make_connection()
+
+    def release(self, connection: Any) -> None:
+        """The client is closed."""
+        connection.disconnect()
 
 
 def tags_under(redis: Redis, key: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from lora_worker.fleet.pool.results import run_seconds
 from lora_worker.fleet.privacy import hide_from_logs
 from lora_worker.fleet.transport.atomic import check_contract
 from lora_worker.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 TRANSPORTS = {
     "atomic": "lora_worker.fleet.transport.atomic:Transport",
@@ -44,6 +47,9 @@ def check_settings(sender: str = "", instance: Any = None, conf: Any = None, opt
     except LoraWorkerError as error:
         # Celery swallows any other exception here, and the worker would get ready all the same.
         raise SystemExit(f"lora-worker cannot start: {error}") from None
+    except Exception as error:
+        logger.exception("The worker's settings could not be checked.")
+        raise SystemExit(f"lora-worker cannot start: {type(error).__name__}: {error}") from None
     instance.app.lora_row_limit = size.rows
     conf.worker_concurrency = size.rows + size.ahead
     conf.worker_eta_task_limit = size.rows + size.ahead + MOST_ETA_TASKS
