@@ -28,6 +28,7 @@ class Slots:
         self.fetched: list[str] = []
         self.urgent: list[str] = []
         self.loaded: list[str] = []
+        self.started: list[str] = []
         self.evicted: list[str] = []
 
     def state(self, name: str) -> AdapterState:
@@ -78,6 +79,7 @@ class Slots:
                 name, "", digest=name, rank=1, has_bias=False, nbytes=0, pinned=False, report=report
             )
         row.started_at = 0.0
+        self.started.append(row.request_id)
         return True
 
     def prepare_pinned(self) -> None:

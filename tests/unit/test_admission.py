@@ -104,6 +104,7 @@ def test_the_other_rows_of_a_started_request_go_by_its_priority() -> None:
         row.started_at = 0.0
         scheduler.add(row)
     step(scheduler, slots)
+    assert names(scheduler.running) == ["n0", "n1", "n2", "n3"]
     add(scheduler, "-1", tokens=1)
     for _ in range(50):
         step(scheduler, slots)

@@ -64,13 +64,16 @@ def test_of_several_overdue_the_oldest_gets_the_slot() -> None:
 
 def test_an_adapter_for_which_an_older_row_waits_is_not_closed() -> None:
     slots = Slots(1)
-    scheduler = make_scheduler(slots, running=1)
+    scheduler = make_scheduler(slots, running=2)
     add(scheduler, "a1", tokens=3)
     step(scheduler, slots)
     add(scheduler, "a2", "b1", "a3", tokens=1)
     age(scheduler, "a2", "b1", "a3")
+    scheduler.admit()
+    assert names(scheduler.running) == ["a1", "a2"]
     while scheduler.waiting or scheduler.running:
         step(scheduler, slots)
+    assert slots.started == ["a1", "a2", "b1", "a3"]
     assert slots.loaded == ["a", "b", "a"], "once for a1 and a2, and again for a3"
 
 
@@ -131,6 +134,55 @@ def test_a_low_priority_that_is_overdue_holds_up_no_slot_for_a_high_one(adapters
     age(scheduler, "b2", "c1")
     assert stream.steps_until_started("c1", most=30) < 30
     assert stream.steps_until_started("b2", most=30) < 30
+
+
+def test_a_low_priority_that_is_overdue_closes_nothing_before_its_turn() -> None:
+    slots = Slots(1)
+    scheduler = make_scheduler(slots, running=4)
+    stream = Stream(scheduler, slots, "a")
+    stream.run(30)
+    add(scheduler, "b1", priority=9)
+    age(scheduler, "b1")
+    stream.run(1)
+    assert not scheduler.admission.closed
+
+
+def test_a_low_priority_whose_turn_it_is_and_that_is_not_overdue_holds_up_nobody() -> None:
+    slots = Slots(1)
+    scheduler = make_scheduler(slots, running=4)
+    stream = Stream(scheduler, slots, "a")
+    stream.run(30)
+    add(scheduler, "b1", priority=9)
+    stream.run(30)
+    assert "b1" in names(scheduler.waiting), "it would close what a higher priority waits for"
+    add(scheduler, "c1", tokens=4)
+    age(scheduler, *(name for name in names(scheduler.waiting) if name != "b1"))
+    stream.steps_until_started("c1", most=100)
+
+
+def test_what_is_overdue_and_cannot_be_helped_holds_up_no_other() -> None:
+    slots = Slots(2)
+    slots.sizes["w"] = 2
+    slots.held = {"p": 0}
+    slots.pinned = {"p"}
+    scheduler = make_scheduler(slots, running=4)
+    add(scheduler, "w1", "b1")
+    age(scheduler, "w1", "b1")
+    step(scheduler, slots)
+    assert slots.started == ["b1"]
+
+
+def test_while_a_higher_priority_lacks_room_lower_ones_are_given_none() -> None:
+    slots = Slots(2)
+    slots.sizes["w"] = 2
+    scheduler = make_scheduler(slots, running=4)
+    add(scheduler, "a1", tokens=5, priority=9)
+    step(scheduler, slots)
+    add(scheduler, "d1", tokens=5, priority=9)
+    add(scheduler, "w1", tokens=5)
+    while scheduler.waiting or scheduler.running:
+        step(scheduler, slots)
+    assert slots.loaded == ["a", "w", "d"]
 
 
 def test_a_low_priority_does_not_keep_a_pinned_adapter_from_its_slot() -> None:
