@@ -29,22 +29,24 @@ def read_backlog(redis: Redis, keys: Keys) -> Backlog:
     """Count all messages of a fleet; raises RedisError."""
     workers: Any = redis.zrange(keys.workers, 0, -1)
     ids = [worker.decode() if isinstance(worker, bytes) else worker for worker in workers]
-    with redis.pipeline(transaction=False) as pipe:
+    places = [
+        [keys.inbox],
+        [keys.manage],
+        [keys.base],
+        keys.partitions,
+        [keys.direct(worker_id) for worker_id in ids],
+    ]
+    # At one moment: a message that is claimed between two looks would be in neither.
+    with redis.pipeline() as pipe:
+        for queues in places:
+            for name in _lists(queues):
+                pipe.llen(name)
         for worker_id in ids:
             pipe.hlen(keys.unacked(worker_id))
-        in_hand = sum(pipe.execute())
-    return Backlog(
-        _length(redis, [keys.inbox]),
-        _length(redis, [keys.manage]),
-        _length(redis, [keys.base]),
-        _length(redis, keys.partitions),
-        _length(redis, [keys.direct(worker_id) for worker_id in ids]),
-        in_hand,
-    )
+        counts = iter(pipe.execute())
+    lengths = [sum(next(counts) for _ in _lists(queues)) for queues in places]
+    return Backlog(*lengths, sum(counts))
 
 
-def _length(redis: Redis, queues: list[str]) -> int:
-    with redis.pipeline(transaction=False) as pipe:
-        for name in (name for queue in queues for name in lists_of(queue)):
-            pipe.llen(name)
-        return sum(pipe.execute())
+def _lists(queues: list[str]) -> list[str]:
+    return [name for queue in queues for name in lists_of(queue)]
