@@ -45,7 +45,7 @@ def read_backlog(redis: Redis, keys: Keys) -> Backlog:
             pipe.hlen(keys.unacked(worker_id))
         counts = iter(pipe.execute())
     lengths = [sum(next(counts) for _ in _lists(queues)) for queues in places]
-    return Backlog(*lengths, sum(counts))
+    return Backlog._make([*lengths, sum(counts)])
 
 
 def _lists(queues: list[str]) -> list[str]:
