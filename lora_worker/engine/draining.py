@@ -6,7 +6,8 @@ from step to step. The residents that drain soonest are closed, and stay the soo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from lora_worker.adapters.reference import AdapterState
@@ -99,8 +100,7 @@ class Drains:
     def _overdue(self, level: Level) -> list[Sequence]:
         if not level.rows or not self._is_overdue(next(iter(level.rows.values()))):
             return []
-        heads = (level.head(name) for name in level.groups if self._lacks_slot(name))
-        return sorted(filter(self._is_overdue, heads), key=lambda row: row.arrival)
+        return sorted(filter(self._is_overdue, self._lacking(level)), key=lambda row: row.arrival)
 
     def _of_overdue(self, row: Sequence, level: Level, earlier: list[Level]) -> Draining | None:
         assert row.adapter_name is not None
@@ -120,7 +120,7 @@ class Drains:
         def spared(other: str) -> bool:
             return any(other in level.groups for level in earlier)
 
-        may_drain = [digest for digest in self._ends(self._started) if not self._any_name(digest, spared)]
+        may_drain = [digest for digest in self._ends if not self._any_name(digest, spared)]
         if self._slots.pages(name) > self._slots.room(spared, may_drain):
             return None
         may_close = [digest for digest in may_drain if not self._any_name(digest, goes_before)]
@@ -133,34 +133,36 @@ class Drains:
             return self._wants(other, level.priority)
 
         used = {row.adapter.digest for row in self._started if row.adapter and row.priority <= level.priority}
-        lower = (row for row in self._started if row.adapter is not None and row.adapter.digest not in used)
-        may_close = [digest for digest in self._ends(lower) if not self._any_name(digest, spared)]
+        may_close = [digest for digest in self._ends if digest not in used and not self._any_name(digest, spared)]
         if not may_close:
             return Draining(slots_for=level.priority)
-        heads = (level.head(name) for name in level.groups if self._lacks_slot(name))
-        name = min(heads, key=lambda row: row.arrival).adapter_name
+        name = min(self._lacking(level), key=lambda row: row.arrival).adapter_name
         assert name is not None
         return Draining(closed=self._closed(name, spared, may_close), slots_for=level.priority)
 
     def _closed(self, name: str, spared: Spared, may_close: list[str]) -> frozenset[str]:
         """As many of these digests, soonest first, as have to drain until the adapter fits; by their names."""
-        ends = self._ends(self._started)
-        soonest = sorted(may_close, key=lambda digest: ends[digest])
+        soonest = sorted(may_close, key=lambda digest: self._ends[digest])
         closed: list[str] = []
         while soonest and self._slots.room(spared, closed) < self._slots.pages(name):
             closed.append(soonest.pop(0))
         return frozenset(name for digest in closed for name in self._slots.names_of(digest))
 
-    def _ends(self, rows: Iterable[Sequence]) -> dict[str, int]:
+    @cached_property
+    def _ends(self) -> dict[str, int]:
         """By digest, the most tokens that one of the rows may still make; without what is pinned."""
         ends: dict[str, int] = {}
-        for row in rows:
+        for row in self._started:
             if row.adapter is not None:
                 ends[row.adapter.digest] = max(ends.get(row.adapter.digest, 0), row.max_tokens - row.output_count)
         return {digest: end for digest, end in ends.items() if not self._any_name(digest, self._slots.is_pinned)}
 
     def _any_name(self, digest: str, is_so: Callable[[str], bool]) -> bool:
         return any(map(is_so, self._slots.names_of(digest)))
+
+    def _lacking(self, level: Level) -> list[Sequence]:
+        """The oldest row of each adapter that needs a slot."""
+        return [level.head(name) for name in level.groups if self._lacks_slot(name)]
 
     def _lacks_slot(self, name: str | None) -> bool:
         return name is not None and self._slots.state(name) is AdapterState.CACHED
