@@ -14,6 +14,7 @@ from lora_worker.errors import SettingsError
 from lora_worker.fleet.claiming.claimer import Claimer
 from lora_worker.fleet.connection import check_server, connect, tags_under
 from lora_worker.fleet.keys import Keys
+from lora_worker.fleet.living import read_leases
 from lora_worker.fleet.members import Members
 from lora_worker.fleet.membership.lease import Beat, Lease
 from lora_worker.fleet.membership.steward import Steward
@@ -186,10 +187,8 @@ class FleetMember:
 
     def _leases_of(self, node: str) -> dict[str, float]:
         """The workers of this node name whose leases have not ended, and when they will."""
-        seconds, micros = self._lease_redis.time()
-        now = seconds + micros / 1e6
-        living: list[Any] = self._lease_redis.zrangebyscore(self.keys.workers, f"({now}", "+inf", withscores=True)
-        return {worker.decode(): ends_at for worker, ends_at in living if node_of(worker.decode()) == node}
+        leases = read_leases(self._redis, self.keys)
+        return {worker: leases.until[worker] for worker in leases.living if node_of(worker) == node}
 
     def _find_foreign(self) -> None:
         held = self.unacknowledged.tags()

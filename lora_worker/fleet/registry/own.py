@@ -9,8 +9,9 @@ from pathlib import Path
 
 from lora_worker.adapters.reference import AdapterReference
 from lora_worker.adapters.source import portable_path
+from lora_worker.fleet.living import Leases
 from lora_worker.fleet.registry import decisions
-from lora_worker.fleet.registry.store import Decision, Entries, Leases, RegistryStore
+from lora_worker.fleet.registry.store import Decision, Entries, RegistryStore
 from lora_worker.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from lora_worker.adapters.reference import AdapterReference, LoadReport, check_n
 from lora_worker.errors import InvalidAdapterError
 from lora_worker.fleet.connection import script
 from lora_worker.fleet.keys import Keys
+from lora_worker.fleet.living import Leases, read_leases
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +46,6 @@ class Changes(NamedTuple):
     gone: set[str]
     is_whole: bool  # all of the registry, and not what has changed alone
     epoch: str
-
-
-class Leases(NamedTuple):
-    """When the leases of workers end, by id, and which of these have not ended."""
-
-    until: dict[str, float]
-    living: frozenset[str]
 
 
 class RegistryStore:
@@ -79,12 +73,8 @@ class RegistryStore:
 
     def leases(self, *, but: str) -> Leases:
         """Of all workers but one."""
-        with self._redis.pipeline() as pipe:
-            pipe.time()
-            pipe.zrange(self._keys.workers, 0, -1, withscores=True)
-            (seconds, micros), found = pipe.execute()
-        until = {worker.decode(): end for worker, end in found if worker.decode() != but}
-        return Leases(until, frozenset(worker for worker, end in until.items() if end > seconds + micros / 1e6))
+        found = read_leases(self._redis, self._keys)
+        return Leases({worker: end for worker, end in found.until.items() if worker != but}, found.living - {but})
 
     def changes_since(self, generation: int) -> Changes:
         """What has changed since then; all there is, where Redis knows less than that, or no longer so far back."""
