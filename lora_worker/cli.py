@@ -8,8 +8,6 @@ from dataclasses import asdict
 
 import click
 from celery.result import AsyncResult
-from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +15,7 @@ from rich.text import Text
 from lora_worker.cli_batch import batch
 from lora_worker.cli_redis import await_answer, count_backlog, open_client, read_workers
 from lora_worker.errors import InvalidAdapterError, LoraWorkerError, SettingsError
+from lora_worker.fleet.connection import REDIS_ERRORS
 from lora_worker.settings import Settings, explain, mask_url
 
 INSPECT_SECONDS = 3.0
@@ -165,7 +164,7 @@ def main() -> None:
         cli()
     except LoraWorkerError as error:
         _fail(str(error))
-    except (OperationalError, RedisError, ConnectionError) as error:
+    except REDIS_ERRORS as error:
         _fail(f"Redis at {mask_url(Settings().redis_url)} does not answer ({error}); start it, or set redis_url")
 
 

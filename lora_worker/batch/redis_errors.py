@@ -11,12 +11,9 @@ from redis.exceptions import (
     MasterDownError,
     OutOfMemoryError,
     ReadOnlyError,
-    RedisError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-
-REDIS_ERRORS = (RedisError, OperationalError, ConnectionError)
 
 _PASSING = (
     *(RedisConnectionError, RedisTimeoutError, OperationalError, ConnectionError),

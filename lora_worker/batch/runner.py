@@ -8,10 +8,11 @@ from collections.abc import Callable
 from lora_worker.batch.flight import STALL_SECONDS
 from lora_worker.batch.interrupts import Interrupts
 from lora_worker.batch.progress import Progress
-from lora_worker.batch.redis_errors import REDIS_ERRORS, is_passing
+from lora_worker.batch.redis_errors import is_passing
 from lora_worker.batch.window import Window
 from lora_worker.batch.writer import Writer
 from lora_worker.errors import BatchError
+from lora_worker.fleet.connection import REDIS_ERRORS
 
 # How long to wait for answers when none were there, and when some were.
 IDLE_SECONDS = 0.1

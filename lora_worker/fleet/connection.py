@@ -6,14 +6,17 @@ import re
 from importlib.resources import files
 from typing import Any
 
+from kombu.exceptions import OperationalError
 from redis import ConnectionPool, Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, RedisError
 from redis.retry import Retry
 
 from lora_worker.errors import SettingsError
 
 OLDEST_REDIS = (6, 2)
+# What the fleet's connections, kombu's and the system raise where Redis is away, or refuses.
+REDIS_ERRORS = (OperationalError, RedisError, ConnectionError)
 
 
 def connect(url: str, *, timeout_seconds: float, is_single: bool = False) -> Redis:

@@ -12,8 +12,8 @@ from pydantic import ConfigDict, ValidationError, validate_call
 from redis.exceptions import RedisError
 
 from lora_worker.errors import AdapterError, EngineStoppedError, InvalidRequestError, LoraWorkerError
+from lora_worker.fleet.connection import REDIS_ERRORS
 from lora_worker.fleet.pool.engine_pool import current_registry
-from lora_worker.fleet.pool.task_row import REDIS_ERRORS
 from lora_worker.fleet.registry.registry import FleetRegistry
 
 T = TypeVar("T")

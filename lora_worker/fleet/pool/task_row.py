@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from celery.states import FAILURE, READY_STATES
 from celery.worker import state
-from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError
 
 from lora_worker.errors import GenerationError
+from lora_worker.fleet.connection import REDIS_ERRORS
 from lora_worker.fleet.pool.generate_message import GenerateMessage
 from lora_worker.fleet.pool.results import ForeignMessageError, finished, result_of
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Redis is away, or refuses for now: it has become a replica, its disk is full, a script holds it up.
-REDIS_ERRORS = (OperationalError, RedisError, ConnectionError)
 RETRY_SECONDS = (0.2, 5.0)  # the first wait while Redis is away, and the longest
 
 
